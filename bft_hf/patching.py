@@ -1,0 +1,211 @@
+"""patch and unpatch: turn the decoder layers of a model into filter steps, in place, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch import nn
+
+from .architectures import Architecture, find_base_model
+from .attention import register_attention
+from .config import BFTConfig
+from .hub import mark_config, unmark_config
+from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN, BFTState, restore_class, swap_class
+from .stream import start_stream
+
+Model = TypeVar("Model", bound=nn.Module)
+
+KEEP_FLOAT32 = r"\.bft\."
+"""What `from_pretrained(dtype=...)` leaves in float32, as transformers' loader matches it."""
+
+
+def patch(model: Model, config: BFTConfig | None = None) -> Model:
+    """Turn the decoder layers of a model into Bayesian filter steps, in place.
+
+    Call it before Trainer, SFTTrainer and get_peft_model. Classes keep their names, parameters their names and identity;
+    each patched layer gains a child module `bft`. A model that is patched with the same configuration is left as it is.
+
+    Args:
+        model: a model of a supported family: bare, with any head, or within PEFT or another wrapper.
+        config: settings, `BFTConfig()` by default.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: the family is not supported, `config.layers` names a layer the model lacks, the model is patched with
+            another configuration, or its layers carry a forward of their own that would go around the patch.
+        NotImplementedError: a field of `config` has a value that is not implemented yet.
+    """
+    config = BFTConfig() if config is None else config
+    base, architecture = find_base_model(model)
+    present = get_config(model)
+    if present == config:
+        return model
+    if present is not None:
+        raise ValueError("the model is patched with another configuration: call bft_hf.unpatch(model) first")
+    _check_implemented(config)
+    indices = _layer_indices(base, config)
+    for index in indices:
+        _check_layer(base.layers[index], index, architecture)
+
+    register_attention()
+    for slot, index in enumerate(indices):
+        layer = base.layers[index]
+        device = layer.get_parameter(f"{architecture.input_norm}.weight").device
+        state = BFTState(config, architecture, index, slot, index == indices[-1], device)
+        state.train(layer.training)
+        layer.add_module("bft", state)
+        swap_class(getattr(layer, architecture.ffn), BFTGatedFFN)
+        swap_class(getattr(layer, architecture.self_attention), BFTAttention)
+        swap_class(layer, BFTDecoderLayer)
+    base.register_forward_pre_hook(start_stream, with_kwargs=True)
+    base._bft_traces = []
+    base._bft_config = config
+    mark_config(model, base, config)
+    for module in _pretrained_models(model):
+        module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch` exactly: the same classes, state-dict keys and logits as before. An unpatched model is left as it is.
+
+    What training changed in the model's own weights stays; what the filter learned is dropped.
+
+    Args:
+        model: the patched model, or the same model within a wrapper.
+
+    Returns:
+        The same object.
+    """
+    base, architecture = find_base_model(model)
+    if get_config(model) is None:
+        return model
+    for layer in base.layers:
+        if isinstance(layer, BFTDecoderLayer):
+            restore_class(layer)
+            restore_class(getattr(layer, architecture.self_attention))
+            restore_class(getattr(layer, architecture.ffn))
+            del layer.bft
+    for key, hook in list(base._forward_pre_hooks.items()):
+        if hook is start_stream:
+            del base._forward_pre_hooks[key]
+            base._forward_pre_hooks_with_kwargs.pop(key, None)
+    del base._bft_traces, base._bft_config
+    unmark_config(model, base)
+    for module in _pretrained_models(model):
+        module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {KEEP_FLOAT32}
+    return model
+
+
+@contextmanager
+def patched(model: Model, config: BFTConfig | None = None) -> Iterator[Model]:
+    """`with patched(model, config):` patches for the length of the block, exceptions included.
+
+    Raises:
+        ValueError: as `patch`, and when the model is patched already.
+    """
+    if is_patched(model):
+        raise ValueError("the model is patched already: use it as it is, or call bft_hf.unpatch(model) first")
+    patch(model, config)
+    try:
+        yield model
+    finally:
+        unpatch(model)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether `model`, or the model inside it, is patched."""
+    return get_config(model) is not None
+
+
+def get_config(model: nn.Module) -> BFTConfig | None:
+    """The configuration a model is patched with, or None."""
+    configs = [vars(module)["_bft_config"] for module in model.modules() if "_bft_config" in vars(module)]
+    return configs[0] if configs else None
+
+
+def bft_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The filter's own parameters (log tau and log Q) by their names in `model`; under PEFT, the ones that train."""
+    states = {f"{name}." for name, module in model.named_modules() if isinstance(module, BFTState)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if any(name.startswith(state) for state in states) and ".original_module." not in name
+    }
+
+
+def param_groups(
+    model: nn.Module, learning_rate: float, bft_learning_rate: float = 2e-2, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Optimizer groups: weights with decay, biases and norms without, and the filter's own with their own learning rate.
+
+    At a fine-tuning rate of 2e-5, log Q would move by .002 in 100 steps of Adam: it would stay where it started.
+
+    Args:
+        model: a patched model.
+        learning_rate: for the model's own parameters.
+        bft_learning_rate: for log tau and log Q, without weight decay.
+        weight_decay: for weights, as Trainer applies it.
+
+    Returns:
+        Groups of the parameters that require grad, for any torch optimizer; the filter's is named "bft".
+    """
+    ours = {id(parameter) for parameter in bft_parameters(model).values()}
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    filter_parameters: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            group = filter_parameters if id(parameter) in ours else decay if parameter.ndim > 1 else plain
+            group.append(parameter)
+    groups = [
+        {"params": decay, "lr": learning_rate, "weight_decay": weight_decay, "name": "weights"},
+        {"params": plain, "lr": learning_rate, "weight_decay": 0.0, "name": "biases_and_norms"},
+        {"params": filter_parameters, "lr": bft_learning_rate, "weight_decay": 0.0, "name": "bft"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _check_implemented(config: BFTConfig) -> None:
+    later = {
+        "granularity": "token",
+        "initial_precision": "constant",
+        "separate_key_precision": False,
+    }
+    for name, only in later.items():
+        if getattr(config, name) != only:
+            raise NotImplementedError(f"BFTConfig.{name}={getattr(config, name)!r} is not implemented yet: use {only!r}")
+
+
+def _layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
+    count = len(base.layers)
+    indices = list(range(count)) if config.layers is None else list(config.layers)
+    if not indices or indices[-1] >= count:
+        raise ValueError(f"BFTConfig.layers is {config.layers!r}: this model has layers 0 to {count - 1}")
+    return indices
+
+
+def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> None:
+    expected = {"": architecture.decoder_layer, architecture.self_attention: architecture.attention, architecture.ffn: None}
+    for path, name in expected.items():
+        module = layer.get_submodule(path)
+        where = f"layers.{index}{'.' if path else ''}{path}"
+        if name is not None and type(module).__name__ != name:
+            raise ValueError(f"{where} is a {type(module).__name__}, not a {name}: undo what replaced it, then patch")
+        if "forward" in vars(module):
+            raise ValueError(
+                f"{where} carries a forward of its own (device_map hooks or another patch), which would go around the filter: "
+                "patch first, then dispatch or apply the other patch"
+            )
+    if hasattr(layer, "bft"):
+        raise ValueError(f"layers.{index} has a child named 'bft' that is not ours: rename it")
+
+
+def _pretrained_models(model: nn.Module) -> list[nn.Module]:
+    from transformers import PreTrainedModel
+
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]

