@@ -197,7 +197,8 @@ class BFTDecoderLayer(InPlaceSubclass):
             hidden_states = hidden_states + update
 
         # Predict
-        activations: list[Tensor] | None = [] if state.predicts or stream.traces else None
+        shown = bool(stream.traces) and state.config.propagate
+        activations: list[Tensor] | None = [] if state.predicts or shown else None
         ffn = getattr(self, anatomy.ffn)
         output = ffn(getattr(self, anatomy.ffn_norm)(hidden_states), activations)
         jacobian = self._jacobian(hidden_states, ffn, activations) if activations else None

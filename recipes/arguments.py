@@ -99,7 +99,9 @@ class SFTArguments:
     )
     bft_learning_rate: float = field(
         default=2e-2,
-        metadata={"help": "Learning rate of tau and Q, which have a parameter group without weight decay. Default 0.02."},
+        metadata={
+            "help": "Learning rate of tau and Q, which have a parameter group without weight decay. Default 0.02."
+        },
     )
     process_noise: float | None = field(
         default=None,
@@ -111,7 +113,9 @@ class SFTArguments:
     )
     overwrite: bool = field(
         default=False,
-        metadata={"help": "Use --output_dir even if it is not empty: its checkpoints go, files of one name are replaced."},
+        metadata={
+            "help": "Use --output_dir even if it is not empty: its checkpoints go, files of one name are replaced."
+        },
     )
 
     def __post_init__(self) -> None:

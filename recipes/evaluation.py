@@ -55,7 +55,11 @@ def exact_match(prediction: str, references: Sequence[str]) -> float:
 
 
 def f1(prediction: str, references: Sequence[str]) -> float:
-    """Score the F1 of the words shared with the best reference, in [0, 1]; no shared word, however both are, is 0.0."""
+    """Score the F1 of the words shared with the best reference, in [0, 1].
+
+    Where nothing is left of a text after normalisation ("The"), it is 1.0 if nothing is left of both, as in SQuAD's
+    evaluate-v2.0.py; v1.1 gave 0.0 there beside an exact match of 1.
+    """
     return max(_overlap(prediction, reference) for reference in references)
 
 
@@ -142,6 +146,8 @@ def evaluate_answers(
 
 def _overlap(prediction: str, reference: str) -> float:
     predicted, true = normalize_answer(prediction).split(), normalize_answer(reference).split()
+    if not predicted or not true:
+        return float(predicted == true)
     shared = sum((Counter(predicted) & Counter(true)).values())
     return 2 * shared / (len(predicted) + len(true)) if shared else 0.0
 
@@ -188,7 +194,9 @@ def _answer_nll(
     """
     import torch
 
-    ids, mask = _left_padded([[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], pad, model.device)
+    ids, mask = _left_padded(
+        [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)], pad, model.device
+    )
     keep = max(len(answer) for answer in answers) + 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=keep)
@@ -221,7 +229,12 @@ def _greedy(model: Any, max_new_tokens: int, ends: Sequence[int], pad: int) -> I
     from transformers import GenerationConfig
 
     config = GenerationConfig(
-        do_sample=False, num_beams=1, max_new_tokens=max_new_tokens, eos_token_id=list(ends), pad_token_id=pad, use_cache=True
+        do_sample=False,
+        num_beams=1,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(ends),
+        pad_token_id=pad,
+        use_cache=True,
     )
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     holders = [inner] + ([model] if inner is not model and "generation_config" in vars(model) else [])

@@ -182,6 +182,10 @@ def _locate(name_or_path: str) -> tuple[str, dict[str, Any]]:
             raise ModelNotFound(f"reading the weights of {SMOLLM2} takes the package gguf: pip install gguf")
         return str(file.parent), {"gguf_file": file.name}
     if os.path.isdir(name_or_path):
+        if not any(os.path.isfile(os.path.join(name_or_path, file)) for file in ("config.json", "adapter_config.json")):
+            raise ModelNotFound(
+                f"the folder {name_or_path!r} holds no config.json: give --model_name_or_path a saved model"
+            )
         return name_or_path, {"local_files_only": True}
     if os.path.exists(name_or_path) or name_or_path.startswith(("/", ".", "~")) or name_or_path.count("/") > 1:
         raise ModelNotFound(

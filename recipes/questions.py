@@ -344,7 +344,9 @@ def _squad_rows(path: Path, articles: Any) -> Iterator[tuple[str, Any]]:
             inner = f"{place}, paragraph {paragraph_number}"
             for question in _list(path, paragraph, inner, "qas"):
                 if isinstance(question, Mapping):
-                    shared = {name: part[name] for part, name in ((article, "title"), (paragraph, "context")) if name in part}
+                    shared = {
+                        name: part[name] for part, name in ((article, "title"), (paragraph, "context")) if name in part
+                    }
                     question = {**shared, **question}
                 yield inner, question
 

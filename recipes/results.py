@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 RESULTS_FORMAT = 1
-LIBRARIES = ("bft-hf", "torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "huggingface_hub")
+LIBRARIES = (
+    "bft-hf",
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "huggingface_hub",
+)
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
@@ -61,16 +71,19 @@ def count_parameters(model: Any) -> dict[str, float]:
     """Sizes of a model, tied weights once and the copies that PEFT keeps of an original not at all.
 
     Returns:
-        "total", "trainable", "bft" (tau and Q) and "bft_share" of the total without them.
+        "total", "trainable", "bft" (tau and Q), and "bft_share" of the base model's own, adapters left out.
     """
-    total = trainable = bft = 0
+    total = trainable = bft = base = 0
     for name, parameter in model.named_parameters():
         if ".original_module." in name:
             continue
         total += parameter.numel()
         trainable += parameter.numel() if parameter.requires_grad else 0
-        bft += parameter.numel() if _is_bft(name) else 0
-    return {"total": total, "trainable": trainable, "bft": bft, "bft_share": bft / max(1, total - bft)}
+        if _is_bft(name):
+            bft += parameter.numel()
+        elif "lora_" not in name:
+            base += parameter.numel()
+    return {"total": total, "trainable": trainable, "bft": bft, "bft_share": bft / max(1, base)}
 
 
 def _is_bft(name: str) -> bool:
@@ -140,7 +153,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table()
     table.add_column("model")
     for heading in ("EM", "F1", "answer NLL", "training", "new parameters"):
         table.add_column(heading, justify="right")
@@ -154,10 +167,9 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
             f"{row['seconds']:.0f} s" if row.get("seconds") is not None else "",
             f"{parameters['bft']:,} ({parameters['bft_share']:.5%})" if parameters and parameters["bft"] else "",
         )
-    # A pipe has no width of its own, and rich then assumes 80 columns and breaks words.
-    console = Console()
-    console.width = max(console.width, 100)
-    console.print(table)
+    # A title of the table's own would be wrapped to the table's width.
+    print(f"\n{title}")
+    Console().print(table)
 
 
 def layer_lines(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -227,7 +239,11 @@ def card_text(results: Mapping[str, Any], folder: str) -> str:
         else "a plain fine-tuned model, the baseline of a comparison with Bayesian Filtering Transformers."
     )
     noise, counts = results["noise"], results["parameters"]
-    parts = [f"# {name}", f"`{base}` fine-tuned on `{results['data']['train']}` with `bft-sft`; {what}", "## How to load"]
+    parts = [
+        f"# {name}",
+        f"`{base}` fine-tuned on `{results['data']['train']}` with `bft-sft`; {what}",
+        "## How to load",
+    ]
     if patched and results["adapter"]:
         parts += [
             "This is an adapter of a patched model: **the base has to be patched first**, with the configuration below. "

@@ -130,7 +130,7 @@ def _run(look: FirstLook, command: str) -> None:
         resumed = [_resume_path(training, method) for method, _, training, _ in arms]
         data = load_data(look, arms[0][1], arms[0][2])
         loaded = load_model(look, arms[0][2], arms[0][3])
-        if replace:
+        if replace and not any(resumed):
             _clear(folder, [training.output_dir for _, _, training, _ in arms])
         results: dict[str, dict[str, Any]] = {}
         for (method, arguments, training, model_config), resume in zip(arms, resumed, strict=True):
@@ -437,7 +437,9 @@ class Arm:
             "rate": self.arguments.noise,
             "kind": self.arguments.noise_kind,
             "corrupted_labels": sum(map(sum, rows["corrupted"])),
-            "eligible_labels": sum(sum(label != -100 and label not in spared for label in row) for row in clean["labels"]),
+            "eligible_labels": sum(
+                sum(label != -100 and label not in spared for label in row) for row in clean["labels"]
+            ),
             "shortened_rows": sum(rows["truncated"]),
         }
         return rows.select_columns(["input_ids", "labels"]), noise

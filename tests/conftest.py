@@ -54,8 +54,8 @@ def make_tiny_llama(
 ) -> Any:
     """A random Llama in evaluation mode: 3 layers, width 32, 4 heads of 8 over 2 key-value heads, 128 tokens.
 
-    Further keywords overrule the configuration. The weights are drawn in float32 whatever the dtype, ten times as wide as
-    transformers' own 0.02: with that the layers add almost nothing and a wrong filter would pass.
+    Further keywords overrule the configuration. The weights are drawn in float32 whatever the dtype, ten times as wide
+    as transformers draws them: at its 0.02 the layers add almost nothing and a wrong filter would pass.
     """
     fields: dict[str, Any] = {
         "vocab_size": 128,

@@ -5,7 +5,9 @@ import evaluate
 
 from bft_hf.recipes.evaluation import exact_match, f1
 
-_DESCRIPTION = """Exact match and F1 of answers, best over the references, after SQuAD's normalisation, both in [0, 1]."""
+_DESCRIPTION = (
+    """Exact match and F1 of answers, best over the references, after SQuAD's normalisation, both in [0, 1]."""
+)
 
 _USAGE = """
 Args:
