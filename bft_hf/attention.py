@@ -23,6 +23,9 @@ from .stream import Stream
 ATTENTION = "bft_kriging"
 """The name under which `kriging_attention` stands in transformers' registry of attention functions."""
 
+HIDDEN = -1e4
+"""log rho of a key with reliability 0: no weight in any dtype, and finite, since 0 * -inf would be NaN in a gradient."""
+
 WIDTH_MULTIPLE = 8
 """Fused attention kernels want head widths in multiples of eight, and one width for Q, K and V."""
 
@@ -57,6 +60,7 @@ class KrigingCall:
         layer_index: index of the decoder layer.
         position_ids: (batch or 1, token).
         key_bias: log lam_bar of the tokens as keys, near zero, (batch, token); None without kriging.
+        reliability: rho of the tokens, (batch, token); None is 1 everywhere.
         key_variance: 1 / lam_bar, (batch, token), for prior_scale "neighbours".
     """
 
@@ -67,6 +71,7 @@ class KrigingCall:
         layer_index: int,
         position_ids: Tensor,
         key_bias: Tensor | None,
+        reliability: Tensor | None = None,
         key_variance: Tensor | None = None,
     ) -> None:
         self.config = config
@@ -74,6 +79,11 @@ class KrigingCall:
         self.layer_index = layer_index
         self.position_ids = position_ids
         self.key_bias = key_bias
+        self.unreliable: Tensor | None = None
+        if reliability is not None:
+            self.unreliable = reliability == 0
+            log_reliability = torch.where(self.unreliable, HIDDEN, reliability.clamp_min(torch.finfo(torch.float32).tiny).log())
+            self.key_bias = log_reliability if key_bias is None else key_bias + log_reliability
         self.key_variance = key_variance
         self.estimator = ESTIMATORS[config.effective_sample_size]
         self.output: KrigingOutput | None = None
@@ -90,8 +100,11 @@ class KrigingCall:
 
     def widen_key_value(self, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Append the filter's channels to new keys and values, both (batch, kv_head, token, head_dim)."""
-        batch, heads, tokens, head_dim = value.shape
+        batch, heads, _, head_dim = value.shape
         width = self.width(head_dim)
+        if self.unreliable is not None:
+            # Where every visible key is unreliable softmax still hands out weights of sum one: to nothing, then.
+            value = value.masked_fill(self.unreliable[:, None, :, None], 0)
         extra_key = []
         if self.key_bias is not None:
             bias = self.key_bias / (scaling * _query_constant(scaling))
@@ -112,8 +125,9 @@ class KrigingCall:
 
     def widen_query(self, query: Tensor, scaling: float) -> Tensor:
         """Append the constant that reads the key's bias channel, (batch, head, token, head_dim)."""
-        extra = [] if self.key_bias is None else [query.new_full((*query.shape[:-1], 1), _query_constant(scaling))]
-        return _widen(query, extra, self.width(query.shape[-1]))
+        # Also without a bias of its own: cached keys may hold one from a pass that had token_reliability.
+        constant = query.new_full((), _query_constant(scaling)).expand(*query.shape[:-1], 1)
+        return _widen(query, [constant], self.width(query.shape[-1]))
 
     def read(
         self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int
@@ -125,6 +139,9 @@ class KrigingCall:
         extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
         moment, probes, variance = extras.split(sizes, dim=-1)
         moment = moment / _moment_scale(output.dtype)
+        visible = None
+        if attention_mask is not None or self.stream.token_reliability is not None:
+            visible = visible_keys > 0
         sample_size = self.estimator.read(
             probes,
             visible_keys.to(dtype),
@@ -139,7 +156,7 @@ class KrigingCall:
             second_moment=moment.squeeze(-1) if self.config.granularity == "token" else moment,
             effective_sample_size=sample_size,
             neighbour_variance=variance.squeeze(-1) if self.key_variance is not None else None,
-            visible=None if attention_mask is None else visible_keys > 0,
+            visible=visible,
         )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT_VERSION = (1, 0)
 """(major, minor) of the JSON form. A minor step adds a field, a major step changes what a field means."""
+
+SMALLEST, LARGEST = 1e-12, 1e12
+"""The range of start values and degrees of freedom: float32 holds their products too."""
 
 _ADDED_LATER: dict[str, Any] = {}
 """Fields added after version 1.0, with the value that computes what checkpoints written before the field computed."""
@@ -86,8 +88,8 @@ class BFTConfig:
                 _refuse(spec.name, value, f"one of {', '.join(map(repr, choices))}")
         elif spec.metadata.get("positive"):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and math.isfinite(value) and value > 0):
-                _refuse(spec.name, value, "a finite number above 0")
+            if not (number and SMALLEST <= value <= LARGEST):
+                _refuse(spec.name, value, f"a finite number above 0, from {SMALLEST:g} to {LARGEST:g}")
             object.__setattr__(self, spec.name, float(value))
         elif spec.name == "layers":
             if value is not None:

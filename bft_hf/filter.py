@@ -241,48 +241,47 @@ def gated_jacobian_coefficients(
     up_weight: Float[Tensor, "ffn channel"],
     down_weight: Float[Tensor, "channel ffn"],
     norm_weight: Float[Tensor, " channel"],
-) -> tuple[Float[Tensor, " ffn"], Float[Tensor, " ffn"]]:
-    """c_g[k] = sum_i W_d[i,k] W_g[k,i] g_i / C and c_u alike: all that the mean of J's diagonal needs of the weights."""
-    through_norm = down_weight.T * (norm_weight / norm_weight.shape[0])
+    granularity: str = "token",
+) -> tuple[Float[Tensor, "ffn ..."], Float[Tensor, "ffn ..."]]:
+    """All that J needs of a gated FFN's weights.
+
+    Returns:
+        "token": c_g[k] = sum_i W_d[i,k] W_g[k,i] g_i / C and c_u alike, (ffn,): the mean of the diagonal is the trace over
+        C, and the trace needs no more. "channel": the Hadamard products W_d[i,k] W_g[k,i] g_i and alike, (ffn, channel).
+    """
+    through_norm = down_weight.T * norm_weight
+    if granularity == "channel":
+        return through_norm * gate_weight, through_norm * up_weight
+    through_norm = through_norm / norm_weight.shape[0]
     return torch.linalg.vecdot(through_norm, gate_weight), torch.linalg.vecdot(through_norm, up_weight)
 
 
-def gated_jacobian_mean(
+def gated_jacobian(
     gate: Float[Tensor, "batch token ffn"],
     up: Float[Tensor, "batch token ffn"],
     activation: Callable[[Tensor], Tensor],
-    gate_coefficients: Float[Tensor, " ffn"],
-    up_coefficients: Float[Tensor, " ffn"],
+    gate_coefficients: Float[Tensor, "ffn ..."],
+    up_coefficients: Float[Tensor, "ffn ..."],
     inverse_rms: Float[Tensor, "batch token"],
-) -> Float[Tensor, "batch token"]:
-    """Mean diagonal of d/dh W_d (act(W_g x) * (W_u x)), x = g h / rms with rms held fixed: the trace over C, exactly.
+) -> Float[Tensor, "batch token ..."]:
+    """Diagonal of d/dh W_d (act(W_g x) * (W_u x)), x = g h / rms with rms held fixed, or its mean over channels; exact.
+
+    J_i = sum_k W_d[i,k] (act'(z_k) u_k W_g[k,i] + act(z_k) W_u[k,i]) g_i / rms.
 
     Args:
         gate: z = W_g x, before the activation.
         up: u = W_u x.
         activation: act, elementwise.
-        gate_coefficients: c_g of `gated_jacobian_coefficients`.
-        up_coefficients: c_u.
+        gate_coefficients: the first result of `gated_jacobian_coefficients`.
+        up_coefficients: the second.
         inverse_rms: 1 / rms of the norm's input.
+
+    Returns:
+        (batch, token), or (batch, token, channel) with the coefficients of "channel".
     """
     activated, slope = value_and_slope(activation, gate)
-    return ((slope * up) @ gate_coefficients + activated @ up_coefficients) * inverse_rms
-
-
-def gated_jacobian_diagonal(
-    gate: Float[Tensor, "batch token ffn"],
-    up: Float[Tensor, "batch token ffn"],
-    activation: Callable[[Tensor], Tensor],
-    gate_weight: Float[Tensor, "ffn channel"],
-    up_weight: Float[Tensor, "ffn channel"],
-    down_weight: Float[Tensor, "channel ffn"],
-    norm_weight: Float[Tensor, " channel"],
-    inverse_rms: Float[Tensor, "batch token"],
-) -> Float[Tensor, "batch token channel"]:
-    """The whole diagonal: two matmuls with the Hadamard products W_d^T * W_g and W_d^T * W_u. See `gated_jacobian_mean`."""
-    activated, slope = value_and_slope(activation, gate)
-    diagonal = (slope * up) @ (down_weight.T * gate_weight) + activated @ (down_weight.T * up_weight)
-    return diagonal * norm_weight * inverse_rms.unsqueeze(-1)
+    diagonal = (slope * up) @ gate_coefficients + activated @ up_coefficients
+    return diagonal * (inverse_rms if diagonal.ndim == inverse_rms.ndim else inverse_rms.unsqueeze(-1))
 
 
 def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .config import BFTConfig
-from .layer import InPlaceSubclass, restore_class, swap_class
+from .swap import InPlaceSubclass, restore_class, swap_class
 
 METHOD = "bft_hf"
 ACTIVATION_MARK = " (a bft_hf checkpoint: run `import bft_hf` before loading it)"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,117 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from . import filter
-from .architectures import Architecture
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
-from .config import BFTConfig
+from .state import BFTState, Precisions, state_dtype
 from .stream import STREAM, Stream
-from .weights import DerivedFromWeights, bump_generation, effective_weight
-
-
-class BFTState(nn.Module):
-    """What one patched layer adds: its learned process noise and, in the first patched layer, the initial precision.
-
-    Both are stored as logarithms and stay float32 whatever the model is cast to.
-
-    Args:
-        config: the model's BFT settings.
-        architecture: the family's anatomy.
-        layer_index: index of the decoder layer.
-        slot: which patched layer this is, counted from 0.
-        last: whether no patched layer follows. The last one has no process noise: nothing reads what it would predict.
-        device: where the parameters live.
-    """
-
-    def __init__(
-        self,
-        config: BFTConfig,
-        architecture: Architecture,
-        layer_index: int,
-        slot: int,
-        last: bool,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.architecture = architecture
-        self.layer_index = layer_index
-        self.slot = slot
-        self.coefficients = DerivedFromWeights()
-        self.predicts = config.propagate and not last
-        like = {"dtype": torch.float32, "device": device}
-        if slot == 0:
-            self.log_initial_precision = nn.Parameter(torch.full((1,), math.log(config.initial_precision_value), **like))
-        if self.predicts:
-            self.log_process_noise = nn.Parameter(torch.full((1,), math.log(config.initial_process_noise), **like))
-
-    def initial_precision(self, hidden_states: Tensor) -> Tensor:
-        """tau for every token, (batch, token)."""
-        return self.log_initial_precision.to(state_dtype(hidden_states)).exp().expand(hidden_states.shape[:-1])
-
-    def process_noise(self, dtype: torch.dtype) -> Tensor:
-        """Q, (1,)."""
-        return self.log_process_noise.to(dtype).exp()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BFTState:
-        # model.to(bfloat16) or .half() must not round log tau and log Q: follow the device, keep the precision.
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            narrowed = moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32
-            return tensor.to(moved.device) if narrowed else moved
-
-        return super()._apply(keep_precision, recurse)
-
-    def train(self, mode: bool = True) -> BFTState:
-        bump_generation()
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        bump_generation()
-        super()._load_from_state_dict(*args, **kwargs)
-
-
-def state_dtype(hidden_states: Tensor) -> torch.dtype:
-    """The dtype of precisions beside hidden states: float32, or float64 where the model is."""
-    return torch.promote_types(hidden_states.dtype, torch.float32)
-
-
-class InPlaceSubclass:
-    """Base of the mixins that `swap_class` puts in front of a module's own class; pickling and copying keep the swap."""
-
-    _bft_original_class: type[nn.Module]
-    _bft_mixin: type
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        return _new_swapped, (self._bft_original_class, self._bft_mixin), *state
-
-
-def swap_class(instance: Any, mixin: type) -> None:
-    """Make `instance` an instance of `mixin` and its own class, under that class's name. Other instances are untouched."""
-    instance.__class__ = _swapped_class(type(instance), mixin)
-
-
-def restore_class(instance: Any) -> None:
-    """Undo `swap_class`."""
-    instance.__class__ = instance._bft_original_class
-
-
-@functools.cache
-def _swapped_class(original: type, mixin: type) -> type:
-    names = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_bft_original_class": original,
-        "_bft_mixin": mixin,
-    }
-    return type(original.__name__, (mixin, original), names)
-
-
-def _new_swapped(original: type, mixin: type) -> Any:
-    cls = _swapped_class(original, mixin)
-    return cls.__new__(cls)
+from .swap import InPlaceSubclass
+from .weights import effective_weight
 
 
 class BFTAttention(InPlaceSubclass):
@@ -177,11 +71,13 @@ class BFTDecoderLayer(InPlaceSubclass):
         kwargs.update(zip(_positional_names(self._bft_original_class), args, strict=False))
         stream = self._stream(kwargs.pop(STREAM, None))
         precisions = stream.read(state.slot)
-        lam = state.initial_precision(hidden_states) if precisions is None else precisions[0]
+        if precisions is None:
+            precisions = state.initial_precisions(hidden_states, stream.input_ids)
+            stream.log_scale[state.slot] = state.initial_log_scale()
 
         # Observe
         attention = getattr(self, anatomy.self_attention)
-        call = self._kriging_call(lam, hidden_states, stream, kwargs)
+        call = self._kriging_call(precisions, hidden_states, stream, kwargs)
         name = cache_argument(self._bft_original_class)
         kwargs[name] = WideningCache(kwargs.pop(name, None), call, attention.scaling)
         normed = getattr(self, anatomy.input_norm)(hidden_states)
@@ -189,12 +85,12 @@ class BFTDecoderLayer(InPlaceSubclass):
         observation = self._observe(call, attention)
 
         # Update
-        gain, updated = filter.update(lam, observation.precision)
-        if state.config.gain:
-            hidden_states = torch.addcmul(hidden_states, update, gain.unsqueeze(-1).to(update.dtype))
-        else:
-            gain = torch.ones_like(gain)
-            hidden_states = hidden_states + update
+        gain, updated = filter.update(precisions[0], observation.precision)
+        if not state.config.gain:
+            gain = (observation.precision > 0).to(gain.dtype)
+        scale = gain if gain.ndim == hidden_states.ndim else gain.unsqueeze(-1)
+        hidden_states = torch.addcmul(hidden_states, update, scale.to(update.dtype))
+        all_updated = (updated, *(lam + observation.precision for lam in precisions[1:]))
 
         # Predict
         shown = bool(stream.traces) and state.config.propagate
@@ -202,14 +98,21 @@ class BFTDecoderLayer(InPlaceSubclass):
         ffn = getattr(self, anatomy.ffn)
         output = ffn(getattr(self, anatomy.ffn_norm)(hidden_states), activations)
         jacobian = self._jacobian(hidden_states, ffn, activations) if activations else None
-        predicted = filter.predict(updated, jacobian, state.process_noise(updated.dtype)) if state.predicts else updated
-        stream.write(state.slot + 1, (predicted,))
-        if state.predicts:
-            # lam'' is at most 1/Q, so log lam'' + log Q is a key bias near zero; softmax does not see the shift.
-            stream.log_scale[state.slot + 1] = -state.log_process_noise.detach()
+        stream.write(state.slot + 1, self._predict(all_updated, jacobian))
+        stream.log_scale[state.slot + 1] = state.predicted_log_scale() if state.predicts else 0.0
         for trace in stream.traces:
-            trace.add(state.layer_index, lam, observation, gain, jacobian, updated)
+            trace.add(state.layer_index, precisions[0], observation, gain, jacobian, updated)
         return hidden_states + output
+
+    def _predict(self, updated: Precisions, jacobian: Tensor | None) -> Precisions:
+        state = self.bft
+        if not state.predicts:
+            return updated
+        assert jacobian is not None
+        return tuple(
+            filter.predict(lam, jacobian, state.process_noise(key, lam.dtype))
+            for key, lam in zip(state.tracked, updated, strict=True)
+        )
 
     def _stream(self, stream: Stream | None) -> Stream:
         if stream is None:
@@ -226,25 +129,28 @@ class BFTDecoderLayer(InPlaceSubclass):
             )
         return stream
 
-    def _kriging_call(self, lam: Tensor, hidden_states: Tensor, stream: Stream, kwargs: dict[str, Any]) -> KrigingCall:
+    def _kriging_call(
+        self, precisions: Precisions, hidden_states: Tensor, stream: Stream, kwargs: dict[str, Any]
+    ) -> KrigingCall:
         state = self.bft
         position_ids = kwargs.get("position_ids")
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        lam_bar = filter.mean_precision(lam)
-        bias = None
+        key_bias = key_variance = None
         if state.config.kriging:
-            scale = state.log_initial_precision.detach().mean() if state.slot == 0 else stream.log_scale.get(state.slot, 0)
-            bias = lam_bar.log() - scale
-        variance = 1 / lam_bar if state.config.prior_scale == "neighbours" else None
-        return KrigingCall(state.config, stream, state.layer_index, position_ids, bias, variance)
+            # Softmax does not see a shift, and a bias near zero keeps its digits in a bfloat16 key.
+            key_bias = filter.mean_precision(precisions[-1]).log() - stream.log_scale[state.slot]
+        if state.config.prior_scale == "neighbours":
+            key_variance = 1 / filter.mean_precision(precisions[0])
+        reliability = stream.reliability(hidden_states.shape[1])
+        return KrigingCall(state.config, stream, state.layer_index, position_ids, key_bias, reliability, key_variance)
 
     def _observe(self, call: KrigingCall, attention: nn.Module) -> filter.Observation:
         assert call.output is not None, "the attention did not call its attention function"
         estimate, moment, sample_size, neighbours, visible = call.output
         output_weight = None
         if (self.bft.config.granularity, self.bft.config.observation_units) != ("token", "relative"):
-            output_weight = effective_weight(getattr(attention, self.bft.architecture.output_projection))
+            output_weight = self._output_weight(getattr(attention, self.bft.architecture.output_projection))
         if visible is not None:
             visible = visible.expand(estimate.shape[:2])
         return filter.observe(
@@ -257,6 +163,10 @@ class BFTDecoderLayer(InPlaceSubclass):
             visible=visible,
         )
 
+    def _output_weight(self, projection: nn.Module) -> Tensor:
+        """W_O, without gradient; the effective one, so a merged or trained adapter counts."""
+        return self.bft.output_weight.get([projection], lambda: effective_weight(projection).detach())
+
     def _jacobian(self, hidden_states: Tensor, ffn: nn.Module, activations: list[Tensor]) -> Tensor:
         state, anatomy = self.bft, self.bft.architecture
         norm = getattr(self, anatomy.ffn_norm)
@@ -266,7 +176,7 @@ class BFTDecoderLayer(InPlaceSubclass):
 
         def coefficients() -> tuple[Tensor, Tensor]:
             weights = [effective_weight(projection).to(dtype) for projection in projections]
-            return filter.gated_jacobian_coefficients(*weights, norm.weight.to(dtype))
+            return filter.gated_jacobian_coefficients(*weights, norm.weight.to(dtype), state.config.granularity)
 
         with torch.set_grad_enabled(differentiate and torch.is_grad_enabled()):
             if differentiate:
@@ -278,7 +188,7 @@ class BFTDecoderLayer(InPlaceSubclass):
             inverse_rms = torch.rsqrt(mean_square + getattr(norm, anatomy.norm_epsilon))
             gate, up = (x.to(dtype) for x in activations)
             activation = getattr(ffn, anatomy.activation)
-            return filter.gated_jacobian_mean(gate, up, activation, gate_coefficients, up_coefficients, inverse_rms)
+            return filter.gated_jacobian(gate, up, activation, gate_coefficients, up_coefficients, inverse_rms)
 
 
 @functools.cache

@@ -12,8 +12,11 @@ from .architectures import Architecture, find_base_model
 from .attention import register_attention
 from .config import BFTConfig
 from .hub import mark_config, unmark_config
-from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN, BFTState, restore_class, swap_class
+from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN
+from .methods import override_methods, restore_methods
+from .state import BFTState
 from .stream import start_stream
+from .swap import restore_class, swap_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -37,7 +40,6 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     Raises:
         ValueError: the family is not supported, `config.layers` names a layer the model lacks, the model is patched with
             another configuration, or its layers carry a forward of their own that would go around the patch.
-        NotImplementedError: a field of `config` has a value that is not implemented yet.
     """
     config = BFTConfig() if config is None else config
     base, architecture = find_base_model(model)
@@ -46,16 +48,18 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         return model
     if present is not None:
         raise ValueError("the model is patched with another configuration: call bft_hf.unpatch(model) first")
-    _check_implemented(config)
     indices = _layer_indices(base, config)
     for index in indices:
         _check_layer(base.layers[index], index, architecture)
 
     register_attention()
+    embeddings = base.get_input_embeddings()
     for slot, index in enumerate(indices):
         layer = base.layers[index]
         device = layer.get_parameter(f"{architecture.input_norm}.weight").device
-        state = BFTState(config, architecture, index, slot, index == indices[-1], device)
+        state = BFTState(
+            config, architecture, index, slot, len(indices), base.config.hidden_size, embeddings.num_embeddings, device
+        )
         state.train(layer.training)
         layer.add_module("bft", state)
         swap_class(getattr(layer, architecture.ffn), BFTGatedFFN)
@@ -67,6 +71,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     mark_config(model, base, config)
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
+        override_methods(module)
     return model
 
 
@@ -98,6 +103,7 @@ def unpatch(model: Model) -> Model:
     unmark_config(model, base)
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {KEEP_FLOAT32}
+        restore_methods(module)
     return model
 
 
@@ -168,17 +174,6 @@ def param_groups(
         {"params": filter_parameters, "lr": bft_learning_rate, "weight_decay": 0.0, "name": "bft"},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _check_implemented(config: BFTConfig) -> None:
-    later = {
-        "granularity": "token",
-        "initial_precision": "constant",
-        "separate_key_precision": False,
-    }
-    for name, only in later.items():
-        if getattr(config, name) != only:
-            raise NotImplementedError(f"BFTConfig.{name}={getattr(config, name)!r} is not implemented yet: use {only!r}")
 
 
 def _layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:

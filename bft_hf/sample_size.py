@@ -52,9 +52,9 @@ class Exact:
         dtype: torch.dtype,
     ) -> Tensor:
         """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
-        square_sum = _SquareSum.apply(query, key, attention_mask, scaling, dtype)
-        # A masked row has no weights at all; its n is never used, but it has to be finite.
-        return 1 / square_sum.clamp_min(torch.finfo(dtype).tiny).transpose(1, 2)
+        square_sum = _SquareSum.apply(query, key, attention_mask, scaling, dtype).transpose(1, 2)
+        seen = visible_keys.unsqueeze(-1) > 0
+        return torch.where(seen, 1 / torch.where(seen, square_sum, 1), 1)
 
 
 ESTIMATORS: dict[str, Probe | Exact] = {"probe": Probe(), "exact": Exact()}

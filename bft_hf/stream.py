@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from .state import Precisions
     from .tracing import Trace
 
 STREAM = "bft_stream"
@@ -17,28 +18,45 @@ STREAM = "bft_stream"
 class Stream:
     """One forward pass. Layers read and write it by slot: patched layer i reads slot i and writes slot i + 1.
 
-    `log_scale[i]` is about the size of log lam_bar in slot i, a constant of the parameters. Slots keep every layer's input, so recomputing a layer under activation checkpointing reads what its first run read.
+    Slots keep every layer's input, so recomputing a layer under activation checkpointing reads what its first run read.
+
+    Args:
+        traces: the recorders that are running.
+        input_ids: (batch, token) or None.
+        token_reliability: rho in [0, 1], (batch, token) or (batch, key) with the cached keys in front; None is 1 everywhere.
+
+    Attributes:
+        log_scale: by slot, about the size of log lam_bar there: a constant of the parameters, by which key biases are shifted.
+        grad_enabled: whether the pass began with gradients.
+        in_checkpoint: whether a layer runs within the model's own activation checkpointing.
     """
 
-    def __init__(self, traces: list[Trace], token_reliability: Tensor | None = None) -> None:
+    def __init__(
+        self, traces: list[Trace], input_ids: Tensor | None = None, token_reliability: Tensor | None = None
+    ) -> None:
         self.traces = traces
+        self.input_ids = input_ids
         self.token_reliability = token_reliability
+        self.log_scale: dict[int, Tensor | float] = {}
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False
-        self.log_scale: dict[int, Tensor] = {}
-        self._slots: dict[int, tuple[Tensor, ...]] = {}
+        self._slots: dict[int, Precisions] = {}
         self._visible: tuple[tuple[Any, int, int], Tensor] | None = None
 
-    def read(self, slot: int) -> tuple[Tensor, ...] | None:
+    def read(self, slot: int) -> Precisions | None:
         """The precisions that patched layer `slot` starts from; None for the first one, which makes its own."""
         return self._slots.get(slot)
 
-    def write(self, slot: int, precisions: tuple[Tensor, ...]) -> None:
+    def write(self, slot: int, precisions: Precisions) -> None:
         """Hand precisions to patched layer `slot`."""
         self._slots[slot] = precisions
 
+    def reliability(self, tokens: int) -> Tensor | None:
+        """rho of the pass's own tokens, (batch, token)."""
+        return None if self.token_reliability is None else self.token_reliability[:, -tokens:]
+
     def visible_keys(self, attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """How many keys each query sees, (batch or 1, token); counted once for all layers that share a mask.
+        """How many reliable keys each query sees, (batch or 1, token); counted once for all layers that share a mask.
 
         Args:
             attention_mask: (batch, 1, token, key), boolean or additive, or None for the causal case.
@@ -50,13 +68,12 @@ class Stream:
             (mask, *sizes), visible = self._visible
             if mask is attention_mask and sizes == [tokens, keys]:
                 return visible
-        if isinstance(attention_mask, Tensor):
-            visible = mask_to_bool(attention_mask, keys).sum(-1)[:, 0]
-        elif attention_mask is None and tokens == 1:
-            visible = torch.full((1, 1), keys, device=query.device)
-        else:
-            # No mask means plain causal attention over keys that begin with these tokens (also in a static cache).
-            visible = torch.arange(1, tokens + 1, device=query.device)[None]
+        reliable = None
+        if self.token_reliability is not None:
+            # Static caches have room beyond the tokens seen so far, which the mask hides; sliding ones keep the last.
+            reliable = self.token_reliability[:, -keys:] > 0
+            reliable = nn.functional.pad(reliable, (0, keys - reliable.shape[1]))
+        visible = _count_visible(attention_mask, tokens, keys, reliable, query.device)
         self._visible = ((attention_mask, tokens, keys), visible)
         return visible
 
@@ -67,8 +84,44 @@ def mask_to_bool(attention_mask: Tensor, num_keys: int) -> Tensor:
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
+def _count_visible(
+    attention_mask: Tensor | None, tokens: int, keys: int, reliable: Tensor | None, device: torch.device
+) -> Tensor:
+    if isinstance(attention_mask, Tensor):
+        seen = mask_to_bool(attention_mask, keys)
+        return (seen if reliable is None else seen & reliable[:, None, None]).sum(-1)[:, 0]
+    if tokens == 1:
+        return torch.full((1, 1), keys, device=device) if reliable is None else reliable.sum(-1, keepdim=True)
+    # No mask means plain causal attention over keys that begin with these tokens (also in a static cache).
+    if reliable is None:
+        return torch.arange(1, tokens + 1, device=device)[None]
+    return reliable[:, :tokens].cumsum(-1)
+
+
 def start_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook of the base model: a new stream for every pass."""
+    """Forward pre-hook of the base model: a new stream for every pass.
+
+    Raises:
+        ValueError: `token_reliability` has the wrong shape or values outside [0, 1].
+    """
+    kwargs = dict(kwargs)
+    input_ids = args[0] if args else kwargs.get("input_ids")
     reliability = kwargs.pop("token_reliability", None)
-    traces = list(getattr(module, "_bft_traces", ()))
-    return args, {**kwargs, STREAM: Stream(traces, reliability)}
+    if reliability is not None:
+        tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        past = 0 if cache is None else int(cache.get_seq_length())
+        check_reliability(reliability, tokens.shape[0], past + tokens.shape[1])
+    kwargs[STREAM] = Stream(list(module._bft_traces), input_ids, reliability)
+    return args, kwargs
+
+
+def check_reliability(reliability: Tensor, batch: int, keys: int) -> None:
+    """Raise a ValueError unless `reliability` is (batch, keys) within [0, 1]."""
+    if tuple(reliability.shape) != (batch, keys):
+        raise ValueError(
+            f"token_reliability has shape {tuple(reliability.shape)}: it has to be ({batch}, {keys}), one number for every "
+            "token, cached ones included, as attention_mask has"
+        )
+    if not bool(((reliability >= 0) & (reliability <= 1)).all()):
+        raise ValueError("token_reliability has values outside [0, 1]: 0 is masked as evidence, 1 is no change")

@@ -114,7 +114,7 @@ class _Corrupt:
         labels = np.array(row["labels"], dtype=np.int64).reshape(-1)
         places = np.flatnonzero(self.eligible(labels))
         true = labels[places]
-        if true.size and not (0 <= true.min() and true.max() < self.vocab_size):
+        if true.size and (true.min() < 0 or true.max() >= self.vocab_size):
             raise ValueError(
                 f"row {row[self.row_id_column]!r} has a label outside the vocabulary of {self.vocab_size} tokens: "
                 "give vocab_size as len(tokenizer)"

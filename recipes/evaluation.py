@@ -223,8 +223,8 @@ def _eval_mode(model: Any) -> Iterator[None]:
 def _greedy(model: Any, max_new_tokens: int, ends: Sequence[int], pad: int) -> Iterator[Any]:
     """Give settings for greedy decoding, with the model's own out of the way meanwhile.
 
-    `generate` fills whatever a given config leaves open from the model's: a chat model's sampling, repetition penalty or
-    length limits would leak into the measurement, and warn about each other.
+    `generate` fills whatever a given config leaves open from the model's: a chat model's sampling, repetition penalty
+    or length limits would leak into the measurement, and warn about each other.
     """
     from transformers import GenerationConfig
 

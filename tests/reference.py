@@ -532,7 +532,9 @@ def reference_llama(
             continue
         noise = key_noise = None
         if layer != patched[-1] and settings.propagate:
-            noise = parameter(layer, "log_process_noise", settings.initial_process_noise, state_matters)
+            # Without gain, what a key precision of its own takes over is all that lam can show, a layer later.
+            read = state_matters and (settings.gain or not settings.separate_key_precision or layer != patched[-2])
+            noise = parameter(layer, "log_process_noise", settings.initial_process_noise, read)
             if settings.separate_key_precision:
                 key_noise = parameter(layer, "log_key_process_noise", settings.initial_process_noise, settings.kriging)
         layer_signs = None

@@ -537,7 +537,7 @@ def test_a_vague_start_and_large_process_noise_bring_the_gain_to_one(granularity
 
 
 def test_with_the_neighbours_prior_a_vague_start_leaves_the_gain_at_a_function_of_n() -> None:
-    """Equal values and precisions: 1 / lam_obs = mean over heads of 1 / (n^2 lam), so one head has K = n^2 / (1 + n^2)."""
+    """Equal values and precisions: 1 / lam_obs = mean over heads of 1 / (n^2 lam), so K = n^2 / (1 + n^2) for one."""
     for tau in (1e-6, 1e-2):
         inputs = Attention.random("token")
         inputs.value[:] = inputs.value[:, :, :1]
@@ -574,13 +574,10 @@ class FeedForward:
     def ours(self, granularity: str) -> Tensor:
         inverse_rms = rms_norm(self.hidden, self.norm, 1e-5)[1]
         x = self.norm * self.hidden * inverse_rms
-        gate, up, inverse_rms = x @ self.gate.T, x @ self.up.T, inverse_rms.squeeze(-1)
-        if granularity == "channel":
-            return bft.gated_jacobian_diagonal(
-                gate, up, self.activation, self.gate, self.up, self.down, self.norm, inverse_rms
-            )
-        coefficients = bft.gated_jacobian_coefficients(self.gate, self.up, self.down, self.norm)
-        return bft.gated_jacobian_mean(gate, up, self.activation, *coefficients, inverse_rms)
+        coefficients = bft.gated_jacobian_coefficients(self.gate, self.up, self.down, self.norm, granularity)
+        return bft.gated_jacobian(
+            x @ self.gate.T, x @ self.up.T, self.activation, *coefficients, inverse_rms.squeeze(-1)
+        )
 
     def autograd(self, granularity: str, hold_scale: bool = True) -> Tensor:
         def step(one: Tensor, scale: Tensor) -> Tensor:
@@ -793,11 +790,8 @@ class TwoLayers:
     def jacobian(self, layer: dict[str, Tensor], gate: Tensor, up: Tensor, inverse_rms: Tensor) -> Tensor:
         names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "post_attention_layernorm")
         tensors = [layer[f"{name}.weight"] for name in names]
-        if self.granularity == "channel":
-            return bft.gated_jacobian_diagonal(gate, up, functional.silu, *tensors, inverse_rms)
-        return bft.gated_jacobian_mean(
-            gate, up, functional.silu, *bft.gated_jacobian_coefficients(*tensors), inverse_rms
-        )
+        coefficients = bft.gated_jacobian_coefficients(*tensors, self.granularity)
+        return bft.gated_jacobian(gate, up, functional.silu, *coefficients, inverse_rms)
 
 
 def two_layer_gradients(result: tuple[Tensor, Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,5 @@
 """A patched Llama against the float64 oracle: values, and gradients to every parameter, for all combinations of settings."""
 
-import itertools
 from typing import Any
 
 import pytest
@@ -64,7 +63,30 @@ def perturbed(model: Any) -> Any:
     return model
 
 
-def compare(config: BFTConfig, implementation: str = "sdpa", padding: str = "left", **model: Any) -> None:
+def log_initial_precision(config: BFTConfig, state: dict[str, torch.Tensor], input_ids: torch.Tensor) -> Any:
+    """log tau by token for a table or an MLP; None where the oracle reads a constant itself."""
+    prefix = "model.layers.0.bft."
+    log_tau = state.get(f"{prefix}log_initial_precision")
+    if config.initial_precision == "constant" or log_tau is None:
+        return None
+    if config.initial_precision == "table":
+        log_tau = log_tau[input_ids]
+    else:
+        embedding = state["model.embed_tokens.weight"][input_ids]
+        mean_square = embedding.square().mean(-1, keepdim=True)
+        embedding = embedding / (mean_square + torch.finfo(torch.float64).eps).sqrt()
+        hidden = torch.einsum("btc,hc->bth", embedding, state[f"{prefix}initial_hidden"])
+        log_tau = log_tau + (hidden * hidden.sigmoid()) @ state[f"{prefix}initial_output"]
+    return log_tau if config.granularity == "token" else log_tau[..., None]
+
+
+def compare(
+    config: BFTConfig,
+    implementation: str = "sdpa",
+    padding: str = "left",
+    reliability: torch.Tensor | None = None,
+    **model: Any,
+) -> None:
     """Logits, everything that record() shows and the gradients of a loss, patched model against oracle."""
     tolerance = TIGHT if implementation == "sdpa" else EAGER
     values = {"rtol": tolerance, "atol": tolerance}
@@ -75,7 +97,7 @@ def compare(config: BFTConfig, implementation: str = "sdpa", padding: str = "lef
     kept = inputs["attention_mask"].bool()
 
     with bft_hf.record(patched) as trace:
-        output = patched(**inputs)
+        output = patched(**inputs) if reliability is None else patched(**inputs, token_reliability=reliability)
     oracle_state = {name: value.detach().clone().requires_grad_() for name, value in patched.state_dict().items()}
     if patched.config.tie_word_embeddings:
         oracle_state["lm_head.weight"] = oracle_state["model.embed_tokens.weight"]
@@ -85,6 +107,8 @@ def compare(config: BFTConfig, implementation: str = "sdpa", padding: str = "lef
         settings_of(config),
         **inputs,
         signs=probe_signs,
+        reliability=reliability,
+        log_initial_precision=log_initial_precision(config, oracle_state, inputs["input_ids"]),
     )
     assert_close(output.logits[kept], reference.logits[kept], **values)
     for name in ("precision", "observation_precision", "gain", "updated_precision", "jacobian"):
@@ -111,15 +135,45 @@ def compare(config: BFTConfig, implementation: str = "sdpa", padding: str = "lef
         )
 
 
+def matrix() -> list[BFTConfig]:
+    """Every combination of the settings that change what is computed, but for those without any filter at all."""
+    starts = [("constant", False), ("constant", True), ("table", False), ("mlp", False)]
+    return [
+        BFTConfig(
+            granularity=granularity,
+            observation_units=units,
+            prior_scale=prior_scale,
+            effective_sample_size=sample_size,
+            initial_precision=initial_precision,
+            separate_key_precision=separate,
+            kriging=kriging,
+            gain=gain,
+            propagate=propagate,
+            differentiate_jacobian=differentiate,
+        )
+        for granularity in ("token", "channel")
+        for units in ("relative", "absolute")
+        for prior_scale in ("unit", "neighbours")
+        for sample_size in ("probe", "exact")
+        for initial_precision, separate in starts
+        for kriging, gain in ((True, True), (True, False), (False, True))
+        for propagate, differentiate in ((True, False), (True, True), (False, False))
+    ]
+
+
+def short_name(config: BFTConfig) -> str:
+    """The settings that are not the default, as a test id."""
+    default = vars(BFTConfig())
+    return "-".join(f"{name}={value}" for name, value in vars(config).items() if value != default[name]) or "default"
+
+
+@pytest.mark.parametrize("config", matrix(), ids=short_name)
+def test_matrix(config: BFTConfig) -> None:
+    compare(config)
+
+
 def _present(values: list[Any]) -> list[Any]:
     return [value for value in values if value is not None]
-
-
-@pytest.mark.parametrize("sample_size", ["probe", "exact"])
-@pytest.mark.parametrize("prior_scale", ["unit", "neighbours"])
-@pytest.mark.parametrize("units", ["relative", "absolute"])
-def test_estimators_units_and_priors(units: str, prior_scale: str, sample_size: str) -> None:
-    compare(BFTConfig(observation_units=units, prior_scale=prior_scale, effective_sample_size=sample_size))
 
 
 # In float64 transformers' eager attention makes NaN of a fully masked row, patched or not, so no left padding there.
@@ -132,21 +186,23 @@ def test_backends_and_padding(implementation: str, padding: str) -> None:
         compare(BFTConfig(effective_sample_size=sample_size), implementation, padding)
 
 
-@pytest.mark.parametrize(
-    ("kriging", "gain", "propagate"),
-    [switches for switches in itertools.product([True, False], repeat=3) if any(switches[:2])],
-)
-def test_switches(kriging: bool, gain: bool, propagate: bool) -> None:
-    compare(BFTConfig(kriging=kriging, gain=gain, propagate=propagate))
-
-
 @pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 2)])
-def test_some_layers_only(layers: tuple[int, ...]) -> None:
-    compare(BFTConfig(layers=layers))
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+def test_some_layers_only(layers: tuple[int, ...], granularity: str) -> None:
+    compare(BFTConfig(layers=layers, granularity=granularity))
 
 
-def test_differentiated_jacobian() -> None:
-    compare(BFTConfig(differentiate_jacobian=True))
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+@pytest.mark.parametrize("sample_size", ["probe", "exact"])
+@pytest.mark.parametrize("kriging", [True, False])
+def test_token_reliability(granularity: str, sample_size: str, kriging: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    reliability = torch.rand(3, 11, generator=generator, dtype=torch.float64)
+    reliability[:, ::3] = 0
+    reliability[0, :4] = 0  # the first queries of this row see nothing reliable
+    config = BFTConfig(granularity=granularity, effective_sample_size=sample_size, kriging=kriging)
+    for padding in ("none", "left"):
+        compare(config, padding=padding, reliability=reliability)
 
 
 def test_prior_degrees_of_freedom() -> None:

@@ -205,6 +205,9 @@ def test_a_fully_masked_row_keeps_its_precision_and_takes_no_attention() -> None
 def test_the_weight_odds_of_a_token_follow_its_key_precision(separate: bool) -> None:
     generator = torch.Generator().manual_seed(1)
     query, key, value = (torch.randn(1, 2, 5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+    alike = attention_observation(query, key, value, torch.full((1, 5), 3.0).double(), settings=UNIT)
+    torch.testing.assert_close(alike.attention, (query @ key.transpose(-1, -2) / 2).softmax(-1))
+    torch.testing.assert_close(alike.weights, alike.attention)
     lam, other = (0.1 + torch.rand(1, 5, generator=generator, dtype=torch.float64) for _ in range(2))
     settings = replace(UNIT, separate_key_precision=separate)
 
@@ -269,6 +272,13 @@ def test_prediction_recursion_by_hand_from_the_recorded_jacobian() -> None:
         torch.testing.assert_close(oracle.updated_precision[layer], updated)
         variance = (1 + oracle.jacobian[layer]) ** 2 / updated + torch.tensor(log_noise, dtype=torch.float64).exp()
         torch.testing.assert_close(oracle.precision[layer + 1], 1 / variance)
+    # Without gain both granularities bring the same states to the first FFN.
+    token, channel = (
+        reference_llama(with_filter(model), model.config, replace(UNIT, gain=False, granularity=kind), ids)
+        for kind in ("token", "channel")
+    )
+    torch.testing.assert_close(token.jacobian[0], channel.jacobian[0].mean(-1))
+    assert channel.jacobian[0].std(-1).min() > 1e-2
     still = reference_llama(with_filter(model), model.config, replace(UNIT, propagate=False), ids)
     assert torch.equal(still.precision[1], still.updated_precision[0])
     assert still.jacobian == [None, None, None]

@@ -125,7 +125,7 @@ def test_log_q_moves_in_a_hundred_steps(
         str(tmp_path), max_steps=100, per_device_train_batch_size=2, learning_rate=2e-5, save_strategy="no", disable_tqdm=True
     )
     trainer = BFTSFTTrainer(
-        model, config, train_dataset=short_rows(), processing_class=tokenizer, bft_learning_rate=rate
+        model, config, train_dataset=short_rows(2), processing_class=tokenizer, bft_learning_rate=rate
     )
     trainer.train()
     moved = [

@@ -1,0 +1,175 @@
+"""What a patched layer adds to a model: the learned precisions and process noises, as float32 logarithms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import Architecture
+from .config import BFTConfig
+from .weights import DerivedFromWeights, bump_generation
+
+MLP_WIDTH = 16
+"""Hidden width of the MLP from embedding to initial precision: .01 % of SmolLM2-135M's parameters."""
+
+
+Precisions = tuple[Tensor, ...]
+"""What travels from layer to layer, one or two tensors (batch, token[, channel]): first the filter's own precision, last
+the one by which keys are weighed. They are one and the same unless keys have a precision of their own."""
+
+
+class BFTState(nn.Module):
+    """The child `bft` of a patched layer: its process noise and, in the first patched layer, the initial precision.
+
+    Parameters without influence under the settings are not created; a constant then stands in.
+
+    Args:
+        config: the model's BFT settings.
+        architecture: the family's anatomy.
+        layer_index: index of the decoder layer.
+        slot: which patched layer this is, counted from 0.
+        num_slots: how many layers are patched. The last has no process noise: nothing reads what it would predict.
+        hidden_size: C.
+        vocab_size: rows of the table, with initial_precision "table".
+        device: where the parameters live.
+    """
+
+    def __init__(
+        self,
+        config: BFTConfig,
+        architecture: Architecture,
+        layer_index: int,
+        slot: int,
+        num_slots: int,
+        hidden_size: int,
+        vocab_size: int,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.architecture = architecture
+        self.layer_index = layer_index
+        self.slot = slot
+        self.coefficients = DerivedFromWeights()
+        self.output_weight = DerivedFromWeights()
+        self.predicts = config.propagate and slot < num_slots - 1
+
+        # Which slots read a precision so that it shows: as the prior of a gain and as a key's weight all do; as the variance
+        # prior of the observation that a key of its own takes over, all but the last. A constant that is the same for every
+        # key moves no weight, so a single layer shows nothing of it as a key.
+        keys_matter = config.kriging and (num_slots > 1 or config.initial_precision != "constant")
+        separate = config.separate_key_precision and keys_matter
+        readers = {"": 0, "key_": num_slots}
+        if config.gain or (keys_matter and not separate):
+            readers[""] = num_slots
+        elif separate and config.prior_scale == "neighbours":
+            readers[""] = num_slots - 1
+        self.tracked = ["", "key_"] if separate else [""]
+
+        channels = hidden_size if config.granularity == "channel" else 1
+        for key in self.tracked:
+            if slot == 0 and readers[key]:
+                self._add_initial_precision(key, hidden_size, vocab_size, device)
+            if self.predicts and slot + 1 < readers[key]:
+                noise = torch.full((channels,), math.log(config.initial_process_noise), device=device)
+                self.register_parameter(f"log_{key}process_noise", nn.Parameter(noise))
+
+    def _add_initial_precision(
+        self, key: str, hidden_size: int, vocab_size: int, device: torch.device | None
+    ) -> None:
+        kind = self.config.initial_precision
+        rows = vocab_size if kind == "table" else 1
+        start = torch.full((rows,), math.log(self.config.initial_precision_value), device=device)
+        self.register_parameter(f"log_initial_{key}precision", nn.Parameter(start))
+        if kind == "mlp":
+            # A start of its own, so that patching neither reads nor moves the caller's random state.
+            generator = torch.Generator().manual_seed(len(key))
+            hidden = torch.randn(MLP_WIDTH, hidden_size, generator=generator) / math.sqrt(hidden_size)
+            output = 0.01 * torch.randn(MLP_WIDTH, generator=generator)
+            self.register_parameter(f"initial_{key}hidden", nn.Parameter(hidden.to(device)))
+            self.register_parameter(f"initial_{key}output", nn.Parameter(output.to(device)))
+
+    def initial_precisions(self, hidden_states: Tensor, input_ids: Tensor | None) -> Precisions:
+        """tau for every token, as `tracked` names them.
+
+        Args:
+            hidden_states: what enters the first patched layer, (batch, token, channel): the embeddings, if that is layer 0.
+            input_ids: (batch, token), needed with a table.
+
+        Raises:
+            ValueError: a table and no input_ids.
+        """
+        return tuple(self._initial_precision(key, hidden_states, input_ids) for key in self.tracked)
+
+    def _initial_precision(self, key: str, hidden_states: Tensor, input_ids: Tensor | None) -> Tensor:
+        dtype = state_dtype(hidden_states)
+        shape = hidden_states.shape if self.config.granularity == "channel" else hidden_states.shape[:-1]
+        log_tau = getattr(self, f"log_initial_{key}precision", None)
+        if log_tau is None:
+            return torch.full(shape, self.config.initial_precision_value, dtype=dtype, device=hidden_states.device)
+        log_tau = log_tau.to(dtype)
+        if self.config.initial_precision == "table":
+            if input_ids is None:
+                raise ValueError(
+                    "initial_precision='table' looks a precision up by token id: pass input_ids, not inputs_embeds, or patch "
+                    "with initial_precision='constant' or 'mlp'"
+                )
+            log_tau = log_tau[input_ids]
+        elif self.config.initial_precision == "mlp":
+            embedding = nn.functional.rms_norm(hidden_states.to(dtype), hidden_states.shape[-1:])
+            hidden = nn.functional.silu(embedding @ getattr(self, f"initial_{key}hidden").to(dtype).T)
+            log_tau = log_tau + hidden @ getattr(self, f"initial_{key}output").to(dtype)
+        tau = log_tau.exp()
+        return (tau.unsqueeze(-1) if tau.ndim > 1 and len(shape) > 2 else tau).expand(shape)
+
+    def initial_log_scale(self) -> Tensor | float:
+        """About the log of the first layer's key precision: what its bias is shifted by, see `Stream.log_scale`."""
+        log_tau = getattr(self, f"log_initial_{self.tracked[-1]}precision", None)
+        return math.log(self.config.initial_precision_value) if log_tau is None else log_tau.detach().mean()
+
+    def process_noise(self, key: str, dtype: torch.dtype) -> Tensor | float:
+        """Q, (1,) or (channel,). `key` is "" for the filter's own precision and "key_" for the keys'."""
+        noise = getattr(self, f"log_{key}process_noise", None)
+        return self.config.initial_process_noise if noise is None else noise.to(dtype).exp()
+
+    def predicted_log_scale(self) -> Tensor | float:
+        """About the log of the key precision that this layer predicts: lam'' is at most 1/Q."""
+        noise = getattr(self, f"log_{self.tracked[-1]}process_noise", None)
+        return -math.log(self.config.initial_process_noise) if noise is None else -noise.detach().mean()
+
+    def resize_table(self, rows: int) -> None:
+        """Follow a vocabulary that was resized: new items start at the mean of the known ones."""
+        for key in ("", "key_"):
+            name = f"log_initial_{key}precision"
+            table = getattr(self, name, None)
+            if table is not None and table.shape[0] != rows:
+                resized = torch.full((rows,), table.detach().mean().item(), device=table.device)
+                kept = min(rows, table.shape[0])
+                resized[:kept] = table.detach()[:kept]
+                setattr(self, name, nn.Parameter(resized, requires_grad=table.requires_grad))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BFTState:
+        # model.to(bfloat16) or .half() must not round log tau and log Q: follow the device, keep the precision.
+        def keep_precision(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            narrowed = moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32
+            return tensor.to(moved.device) if narrowed else moved
+
+        return super()._apply(keep_precision, recurse)
+
+    def train(self, mode: bool = True) -> BFTState:
+        bump_generation()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        bump_generation()
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def state_dtype(hidden_states: Tensor) -> torch.dtype:
+    """The dtype of precisions beside hidden states: float32, or float64 where the model is."""
+    return torch.promote_types(hidden_states.dtype, torch.float32)
