@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from .compat import attention_function
 from .config import BFTConfig
@@ -82,7 +83,9 @@ class KrigingCall:
         self.unreliable: Tensor | None = None
         if reliability is not None:
             self.unreliable = reliability == 0
-            log_reliability = torch.where(self.unreliable, HIDDEN, reliability.clamp_min(torch.finfo(torch.float32).tiny).log())
+            log_reliability = torch.where(
+                self.unreliable, HIDDEN, reliability.clamp_min(torch.finfo(torch.float32).tiny).log()
+            )
             self.key_bias = log_reliability if key_bias is None else key_bias + log_reliability
         self.key_variance = key_variance
         self.estimator = ESTIMATORS[config.effective_sample_size]
@@ -257,8 +260,5 @@ class KrigingConfig:
         setattr(self._config, name, value)
 
 
-def register_attention() -> None:
-    """Put `kriging_attention` into transformers' registry, once."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION, kriging_attention)
+# At import, so that a process which only unpickles a patched model has it too.
+AttentionInterface.register(ATTENTION, kriging_attention)

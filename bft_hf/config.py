@@ -63,7 +63,10 @@ class BFTConfig:
         "relative", "relative", "absolute", help="Residual variance as a share of the value power, or in value units."
     )
     effective_sample_size: str = _choice(
-        "probe", "probe", "exact", help="Kish's n from random-sign value channels, or from a second pass over the scores."
+        "probe",
+        "probe",
+        "exact",
+        help="Kish's n from random-sign value channels, or from a second pass over the scores.",
     )
     kriging: bool = _switch(True, "Weight keys by their precision.")
     gain: bool = _switch(True, "Scale the attention update by the Kalman gain; off means gain 1.")

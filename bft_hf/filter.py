@@ -225,7 +225,7 @@ def update(lam: Tensor, observation_precision: Tensor) -> tuple[Tensor, Tensor]:
 # --- 3 Predict: the FFN as a dynamics model ----------------------------------------------------------------------------
 
 
-def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor) -> Tensor:
+def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor | float) -> Tensor:
     """lam'' = 1 / ((1 + J)^2 / lam' + Q), at most 1/Q.
 
     Args:

@@ -19,6 +19,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .config import BFTConfig
+from .offload import keep_resident
+from .state import BFTState
 from .swap import InPlaceSubclass, restore_class, swap_class
 
 METHOD = "bft_hf"
@@ -87,6 +89,9 @@ class BFTCheckpointLoader(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self.remove_quantization_config(model)
+        for module in model.modules():
+            if isinstance(module, BFTState):
+                keep_resident(module)
         vars(model).pop("is_quantized", None)
         return model
 

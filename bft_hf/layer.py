@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import filter
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
+from .offload import resident
 from .state import BFTState, Precisions, state_dtype
 from .stream import STREAM, Stream
 from .swap import InPlaceSubclass
@@ -35,16 +36,26 @@ class BFTAttention(InPlaceSubclass):
         self.__dict__["config"] = config
 
 
+class Activations:
+    """Receives a gated FFN's pre-activations, (batch, token, ffn) each.
+
+    An object of its own, since the hooks of device_map hand copies of lists to the modules they wrap.
+    """
+
+    gate: Tensor
+    up: Tensor
+
+
 class BFTGatedFFN(InPlaceSubclass):
     """A gated FFN that hands out its pre-activations, from which the Jacobian follows."""
 
     bft: BFTState
 
-    def forward(self, hidden_states: Tensor, activations: list[Tensor] | None = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, activations: Activations | None = None) -> Tensor:
         """LlamaMLP.forward of transformers 5.24, in three statements; `activations` receives gate and up."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # type: ignore[attr-defined]
         if activations is not None:
-            activations.extend((gate, up))
+            activations.gate, activations.up = gate, up
         return self.down_proj(self.act_fn(gate) * up)  # type: ignore[attr-defined]
 
 
@@ -94,10 +105,10 @@ class BFTDecoderLayer(InPlaceSubclass):
 
         # Predict
         shown = bool(stream.traces) and state.config.propagate
-        activations: list[Tensor] | None = [] if state.predicts or shown else None
+        activations = Activations() if state.predicts or shown else None
         ffn = getattr(self, anatomy.ffn)
         output = ffn(getattr(self, anatomy.ffn_norm)(hidden_states), activations)
-        jacobian = self._jacobian(hidden_states, ffn, activations) if activations else None
+        jacobian = None if activations is None else self._jacobian(hidden_states, ffn, activations)
         stream.write(state.slot + 1, self._predict(all_updated, jacobian))
         stream.log_scale[state.slot + 1] = state.predicted_log_scale() if state.predicts else 0.0
         for trace in stream.traces:
@@ -167,16 +178,19 @@ class BFTDecoderLayer(InPlaceSubclass):
         """W_O, without gradient; the effective one, so a merged or trained adapter counts."""
         return self.bft.output_weight.get([projection], lambda: effective_weight(projection).detach())
 
-    def _jacobian(self, hidden_states: Tensor, ffn: nn.Module, activations: list[Tensor]) -> Tensor:
+    def _jacobian(self, hidden_states: Tensor, ffn: nn.Module, activations: Activations) -> Tensor:
         state, anatomy = self.bft, self.bft.architecture
         norm = getattr(self, anatomy.ffn_norm)
-        projections = [getattr(ffn, name) for name in (anatomy.gate_projection, anatomy.up_projection, anatomy.down_projection)]
+        projections = [
+            getattr(ffn, name) for name in (anatomy.gate_projection, anatomy.up_projection, anatomy.down_projection)
+        ]
         differentiate = state.config.differentiate_jacobian
         dtype = state_dtype(hidden_states)
 
         def coefficients() -> tuple[Tensor, Tensor]:
-            weights = [effective_weight(projection).to(dtype) for projection in projections]
-            return filter.gated_jacobian_coefficients(*weights, norm.weight.to(dtype), state.config.granularity)
+            gate, up, down = (effective_weight(projection).to(dtype) for projection in projections)
+            scale = resident(norm, "weight").to(dtype)
+            return filter.gated_jacobian_coefficients(gate, up, down, scale, state.config.granularity)
 
         with torch.set_grad_enabled(differentiate and torch.is_grad_enabled()):
             if differentiate:
@@ -186,7 +200,7 @@ class BFTDecoderLayer(InPlaceSubclass):
             residual = hidden_states.to(dtype)
             mean_square = torch.linalg.vecdot(residual, residual) / residual.shape[-1]
             inverse_rms = torch.rsqrt(mean_square + getattr(norm, anatomy.norm_epsilon))
-            gate, up = (x.to(dtype) for x in activations)
+            gate, up = activations.gate.to(dtype), activations.up.to(dtype)
             activation = getattr(ffn, anatomy.activation)
             return filter.gated_jacobian(gate, up, activation, gate_coefficients, up_coefficients, inverse_rms)
 

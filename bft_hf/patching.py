@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .architectures import Architecture, find_base_model
-from .attention import register_attention
 from .config import BFTConfig
 from .hub import mark_config, unmark_config
 from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN
 from .methods import override_methods, restore_methods
+from .offload import execution_device, has_foreign_forward, rebind_forward
 from .state import BFTState
 from .stream import start_stream
-from .swap import restore_class, swap_class
+from .swap import InPlaceSubclass, restore_class, swap_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -52,19 +52,18 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     for index in indices:
         _check_layer(base.layers[index], index, architecture)
 
-    register_attention()
     embeddings = base.get_input_embeddings()
     for slot, index in enumerate(indices):
         layer = base.layers[index]
-        device = layer.get_parameter(f"{architecture.input_norm}.weight").device
+        device = execution_device(getattr(layer, architecture.input_norm))
         state = BFTState(
             config, architecture, index, slot, len(indices), base.config.hidden_size, embeddings.num_embeddings, device
         )
         state.train(layer.training)
         layer.add_module("bft", state)
-        swap_class(getattr(layer, architecture.ffn), BFTGatedFFN)
-        swap_class(getattr(layer, architecture.self_attention), BFTAttention)
-        swap_class(layer, BFTDecoderLayer)
+        for module, mixin in _swapped_modules(layer, architecture):
+            swap_class(module, mixin)
+            rebind_forward(module)
     base.register_forward_pre_hook(start_stream, with_kwargs=True)
     base._bft_traces = []
     base._bft_config = config
@@ -91,9 +90,9 @@ def unpatch(model: Model) -> Model:
         return model
     for layer in base.layers:
         if isinstance(layer, BFTDecoderLayer):
-            restore_class(layer)
-            restore_class(getattr(layer, architecture.self_attention))
-            restore_class(getattr(layer, architecture.ffn))
+            for module, _ in _swapped_modules(layer, architecture):
+                restore_class(module)
+                rebind_forward(module)
             del layer.bft
     for key, hook in list(base._forward_pre_hooks.items()):
         if hook is start_stream:
@@ -179,22 +178,36 @@ def param_groups(
 def _layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
     count = len(base.layers)
     indices = list(range(count)) if config.layers is None else list(config.layers)
-    if not indices or indices[-1] >= count:
+    if not count:
+        raise ValueError(f"{type(base).__name__} has no decoder layers: there is nothing to patch")
+    if indices[-1] >= count:
         raise ValueError(f"BFTConfig.layers is {config.layers!r}: this model has layers 0 to {count - 1}")
     return indices
 
 
+def _swapped_modules(layer: nn.Module, architecture: Architecture) -> list[tuple[nn.Module, type[InPlaceSubclass]]]:
+    return [
+        (layer, BFTDecoderLayer),
+        (getattr(layer, architecture.self_attention), BFTAttention),
+        (getattr(layer, architecture.ffn), BFTGatedFFN),
+    ]
+
+
 def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> None:
-    expected = {"": architecture.decoder_layer, architecture.self_attention: architecture.attention, architecture.ffn: None}
+    expected = {
+        "": architecture.decoder_layer,
+        architecture.self_attention: architecture.attention,
+        architecture.ffn: None,
+    }
     for path, name in expected.items():
         module = layer.get_submodule(path)
         where = f"layers.{index}{'.' if path else ''}{path}"
         if name is not None and type(module).__name__ != name:
             raise ValueError(f"{where} is a {type(module).__name__}, not a {name}: undo what replaced it, then patch")
-        if "forward" in vars(module):
+        if has_foreign_forward(module):
             raise ValueError(
-                f"{where} carries a forward of its own (device_map hooks or another patch), which would go around the filter: "
-                "patch first, then dispatch or apply the other patch"
+                f"{where} carries a forward of its own (another patch), which would go around the filter: "
+                "undo it, call bft_hf.patch, then apply the other patch to what is left"
             )
     if hasattr(layer, "bft"):
         raise ValueError(f"layers.{index} has a child named 'bft' that is not ours: rename it")

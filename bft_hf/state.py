@@ -78,9 +78,7 @@ class BFTState(nn.Module):
                 noise = torch.full((channels,), math.log(config.initial_process_noise), device=device)
                 self.register_parameter(f"log_{key}process_noise", nn.Parameter(noise))
 
-    def _add_initial_precision(
-        self, key: str, hidden_size: int, vocab_size: int, device: torch.device | None
-    ) -> None:
+    def _add_initial_precision(self, key: str, hidden_size: int, vocab_size: int, device: torch.device | None) -> None:
         kind = self.config.initial_precision
         rows = vocab_size if kind == "table" else 1
         start = torch.full((rows,), math.log(self.config.initial_precision_value), device=device)

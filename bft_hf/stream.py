@@ -98,7 +98,9 @@ def _count_visible(
     return reliable[:, :tokens].cumsum(-1)
 
 
-def start_stream(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def start_stream(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Forward pre-hook of the base model: a new stream for every pass.
 
     Raises:

@@ -14,8 +14,8 @@ class InPlaceSubclass:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The default names the class by module and name, where the original stands.
-        _, _, *state = super().__reduce_ex__(protocol)
-        return _new_swapped, (self._bft_original_class, self._bft_mixin), *state
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new_swapped, (self._bft_original_class, self._bft_mixin), *reduced[2:]
 
 
 def swap_class(instance: Any, mixin: type[InPlaceSubclass]) -> None:
@@ -32,7 +32,7 @@ def restore_class(instance: Any) -> None:
 
 
 @functools.cache
-def _swapped_class(original: type, mixin: type) -> type:
+def _swapped_class(original: Any, mixin: Any) -> Any:
     names = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -43,6 +43,6 @@ def _swapped_class(original: type, mixin: type) -> type:
     return type(original.__name__, (mixin, original), names)
 
 
-def _new_swapped(original: type, mixin: type) -> Any:
+def _new_swapped(original: Any, mixin: Any) -> Any:
     cls = _swapped_class(original, mixin)
     return cls.__new__(cls)

@@ -98,7 +98,9 @@ def record(model: nn.Module) -> Iterator[Trace]:
     """
     base, _ = find_base_model(model)
     if getattr(base, "_bft_traces", None) is None:
-        raise ValueError(f"{type(model).__name__} is not patched, so there is nothing to record: call bft_hf.patch first")
+        raise ValueError(
+            f"{type(model).__name__} is not patched, so there is nothing to record: call bft_hf.patch first"
+        )
     trace = Trace()
     base._bft_traces.append(trace)
     try:

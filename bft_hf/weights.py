@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from .offload import resident
 
 _generation = 0
 
@@ -31,10 +32,10 @@ def effective_weight(module: nn.Module) -> Tensor:
         The weight in the module's own dtype. Gradients flow where the module is a plain nn.Linear or a LoRA layer.
     """
     if type(module) is nn.Linear:
-        return module.weight
+        return resident(module, "weight")
     base = module.get_base_layer() if _is_lora(module) else None
     if type(base) is nn.Linear and not _lora_variants(module):
-        weight = base.weight
+        weight = resident(base, "weight")
         if module.disable_adapters or module.merged:
             return weight
         for adapter in module.active_adapters:

@@ -243,6 +243,11 @@ def test_reliability_scales_odds_zero_is_masking_and_one_is_nothing() -> None:
     mask[0, 4] = 0
     masked = reference_llama(state, model.config, settings, ids, mask)
     torch.testing.assert_close(run(rho).logits, masked.logits)
+    rho[0, 0] = 0.0
+    first = run(rho)
+    assert first.gain[0][0, 0] == 0
+    assert first.gain[0][0, 1] > 0
+    assert first.logits.isfinite().all()
 
 
 def test_the_jacobian_is_the_slope_of_the_ffn_with_the_norm_scale_held() -> None:
@@ -362,8 +367,9 @@ def test_large_process_noise_and_a_vague_start_approach_transformers_llama(granu
     assert distances[3] < distances[2] / 30
 
 
-def test_gradients_are_finite_differences_once_nothing_is_detached() -> None:
-    model, ids = tiny_llama(), tokens(1, 6)
+@pytest.mark.parametrize("prior", ["unit", "neighbours"])
+def test_gradients_are_finite_differences_once_nothing_is_detached(prior: str) -> None:
+    model, ids, start = tiny_llama(), tokens(1, 6), replace(UNIT, prior_scale=prior)
     names = ["model.layers.0.bft.log_initial_precision", "model.layers.0.bft.log_process_noise"]
 
     def loss(state: dict[str, Tensor], settings: Settings) -> Tensor:
@@ -379,12 +385,12 @@ def test_gradients_are_finite_differences_once_nothing_is_detached() -> None:
         for step in (1e-5, -1e-5):
             state = with_filter(model)
             state[name] = state[name] + step
-            sides.append(float(loss(state, UNIT)))
+            sides.append(float(loss(state, start)))
         return (sides[0] - sides[1]) / 2e-5
 
     slopes = [slope(name) for name in names]
-    assert gradient(replace(UNIT, differentiate_jacobian=True)) == pytest.approx(slopes, rel=1e-6)
-    assert gradient(UNIT) != pytest.approx(slopes, rel=1e-3)
+    assert gradient(replace(start, differentiate_jacobian=True)) == pytest.approx(slopes, rel=1e-6)
+    assert gradient(start) != pytest.approx(slopes, rel=1e-3)
 
 
 def test_the_output_weight_gets_no_gradient_through_the_variance() -> None:

@@ -83,9 +83,7 @@ def test_cached_decoding_equals_one_pass(config: BFTConfig, static: bool) -> Non
     for end in range(9, 13):
         ids_of_step = ids[:, end - 1 : end]
         mask = torch.ones(2, end, dtype=torch.long)
-        output = model(
-            ids_of_step, attention_mask=mask, past_key_values=cache, token_reliability=reliability[:, :end]
-        )
+        output = model(ids_of_step, attention_mask=mask, past_key_values=cache, token_reliability=reliability[:, :end])
         steps.append(output.logits)
     assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-4)
 
