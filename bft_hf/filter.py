@@ -20,6 +20,10 @@ from .config import BFTConfig
 # --- 1 Observe: attention as kriging -----------------------------------------------------------------------------------
 
 
+SMALLEST_VARIANCE = 1e-18
+"""Below this the variance of an attention output counts as this; its square still fits float32, for the gradient."""
+
+
 class Observation(NamedTuple):
     """What one attention layer says about its own update.
 
@@ -161,6 +165,8 @@ def observe(
         prior = neighbour_variance
     variance = estimate_variance(residual, effective_sample_size, prior, config.prior_degrees_of_freedom)
     combined = combine_heads(variance, config.granularity, config.observation_units, output_weight, second_moment)
+    # An output projection of zeros has no error at all; an infinite precision would make a NaN of the gain.
+    combined = combined.clamp_min(SMALLEST_VARIANCE)
     # A masked row has no weights: its zeros stand for nothing, and dividing by them would put a NaN into the gradient.
     if visible is None:
         precision = 1 / combined

@@ -23,7 +23,8 @@ def swap_class(instance: Any, mixin: type[InPlaceSubclass]) -> None:
 
     The name matters: device_map and FSDP find the layers that they must not split by the name of their class.
     """
-    instance.__class__ = _swapped_class(type(instance), mixin)
+    cls: Any = type(instance)
+    instance.__class__ = _swapped_class(cls, mixin)
 
 
 def restore_class(instance: Any) -> None:

@@ -11,6 +11,7 @@ import gzip
 import io
 import json
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from bft_hf.recipes.questions import DEMO_FILE
 TRAIN_PASSAGES, VALIDATION_PASSAGES = 42, 8  # of each topic
 QUESTIONS = 3  # of each passage, at most
 THINGS, FACTS = 3, 3  # in each passage, and about each thing
+LONGEST = 90  # words of a passage
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,6 @@ ELEMENTS = Topic(
         ),
     ),
     """
-hydrogen|H|1|1
 helium|He|2|18
 lithium|Li|3|1
 beryllium|Be|4|2
@@ -643,10 +644,10 @@ def corpus(seed: int = 0) -> Iterator[dict[str, Any]]:
                 names = frozenset(thing[0] for thing in things)
                 columns = sorted(rng.sample(range(len(topic.attributes)), FACTS))
                 questions = _questions(topic, things, columns, rng)
-                if names in seen or len(questions) < 2:
+                context = _passage(topic, things, columns, rng)
+                if names in seen or len(questions) < 2 or len(context.split()) > LONGEST:
                     continue
                 seen.add(names)
-                context = _passage(topic, things, columns, rng)
                 for number, (question, answer) in enumerate(questions):
                     yield {
                         "id": f"{topic.name}-{split}-{len(seen):03d}-{number}",
@@ -698,7 +699,8 @@ def _questions(
     chosen: list[tuple[str, str]] = []
     # Alternating, and never one answer twice: two questions of a passage test two of its facts.
     for pair in (pair for both in zip(described, direct, strict=False) for pair in both):
-        if pair[1] not in [answer for _, answer in chosen]:
+        given_away = re.search(rf"\b{re.escape(pair[1])}\b", pair[0])
+        if not given_away and pair[1] not in [answer for _, answer in chosen]:
             chosen.append(pair)
     return chosen[: rng.choice((2, QUESTIONS))]
 

@@ -281,9 +281,9 @@ def _row(raw: Any, default_id: str) -> dict[str, Any]:
     texts = [answer.get("text") if isinstance(answer, Mapping) else answer for answer in answers]
     if not texts:
         raise _Malformed("'answers' is empty: each question needs one at least")
-    if not all(isinstance(text, str) and text.strip() for text in texts):
+    row["answers"] = [text.strip() for text in texts if isinstance(text, str) and text.strip()]
+    if len(row["answers"]) < len(texts):
         raise _Malformed("'answers' holds something that is no text or is empty")
-    row["answers"] = [text.strip() for text in texts]
     row_id = raw.get("id")
     if row_id is None:
         row_id = default_id

@@ -2,9 +2,10 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 
 import pytest
 
@@ -17,7 +18,7 @@ def rows() -> list[dict]:
     return list(corpus())
 
 
-def test_the_shipped_file_is_what_the_generator_writes(rows, tmp_path):
+def test_the_shipped_file_is_what_the_generator_writes(rows):
     shipped = [json.loads(line) for line in gzip.decompress(DEMO_FILE.read_bytes()).decode().splitlines()]
     assert shipped == rows
     assert shipped != list(corpus(seed=1))
@@ -38,8 +39,7 @@ def test_there_are_a_few_hundred_short_passages_with_several_questions_each(rows
     questions = Counter(row["context"] for row in rows)
     assert 300 <= len(questions) <= 500
     assert set(questions.values()) == {2, 3}
-    assert all(40 <= len(context.split()) <= 110 for context in questions)
-    assert sorted(Counter(len(c.split()) for c in questions).elements())[len(questions) // 2] <= 90
+    assert all(40 <= len(context.split()) <= 90 for context in questions)
     assert len({row["id"] for row in rows}) == len(rows)
 
 
@@ -48,7 +48,7 @@ def test_every_answer_stands_in_its_passage_and_not_in_its_question(rows):
         (answer,) = row["answers"]
         assert answer.lower() in row["context"].lower()
         assert answer in row["context"] or answer[0].islower()  # a name that opens its only sentence
-        assert f" {answer} " not in f" {row['question'].rstrip('?')} "
+        assert not re.search(rf"\b{re.escape(answer)}\b", row["question"])
 
 
 def test_train_and_validation_share_neither_a_passage_nor_what_it_is_about(rows):
@@ -58,20 +58,23 @@ def test_train_and_validation_share_neither_a_passage_nor_what_it_is_about(rows)
     for topic in TOPICS:
         names = [row[0] for row in topic.rows()]
         used = {
-            split: {name for name in names if any(openings(row, name) for row in rows if of(row, topic, split))}
+            split: {
+                name
+                for name in names
+                if any(topic_split(row) == (topic.name, split) and told(row, name) for row in rows)
+            }
             for split in ("train", "validation")
         }
         assert len(used["validation"]) >= 6
         assert not used["train"] & used["validation"]
 
 
-def of(row: dict, topic, split: str) -> bool:
-    return row["id"].startswith(f"{topic.name}-{split}-")
+def topic_split(row: dict) -> tuple[str, str]:
+    return tuple(row["id"].split("-")[:2])
 
 
-def openings(row: dict, name: str) -> bool:
-    first = row["context"].partition(": ")[2] or row["context"]
-    return name in first
+def told(row: dict, name: str) -> bool:
+    return re.search(rf"\b{name}\b", row["context"], re.IGNORECASE) is not None
 
 
 def test_no_question_can_be_answered_by_its_form_alone(rows):
@@ -88,9 +91,6 @@ def test_no_question_can_be_answered_by_its_form_alone(rows):
             if (name, value) == (topic, answer)
         ]
         assert max(map(len, candidates)) >= 2, row
-    answers = defaultdict(set)
-    for row in rows:
-        answers[row["question"], row["id"].split("-")[0]].add(row["answers"][0])
     assert max(Counter(row["answers"][0] for row in rows).values()) < len(rows) / 15
 
 
@@ -105,7 +105,7 @@ def test_tables_are_complete_and_name_each_thing_once():
 def test_the_table_of_elements_agrees_with_the_periodic_systems_rule():
     """Its groups follow from the atomic numbers: a column's members differ by 2, 8, 18 or 32."""
     (table,) = (topic.rows() for topic in TOPICS if topic.name == "elements")
-    noble = [2, 10, 18, 36, 54, 86]
+    noble = [2, 10, 18, 36, 54, 86, 118]
     for _, _, number, group in table:
         z = int(number)
         below = max((n for n in noble if n < z), default=0)

@@ -27,7 +27,12 @@ texts = st.lists(st.sampled_from(WORDS), max_size=5).map(" ".join)
 def make_rows(count: int = 5) -> list[dict]:
     words = ["sea", "river bank", "Rhine", "a longer answer here", "x"]
     return [
-        {"id": str(n), "context": "once upon a time " * (n % 3 + 1), "question": "Who was it?", "answers": [words[n % 5], "it"]}
+        {
+            "id": str(n),
+            "context": "once upon a time " * (n % 3 + 1),
+            "question": "Who was it?",
+            "answers": [words[n % 5], "it"],
+        }
         for n in range(count)
     ]
 

@@ -145,7 +145,9 @@ def test_a_label_outside_the_vocabulary_names_the_row():
 
 
 def test_a_row_without_any_answer_keeps_the_column_types():
-    rows = Dataset.from_list([{"id": "a", "input_ids": [1], "labels": [-100]}, {"id": "b", "input_ids": [], "labels": []}])
+    rows = Dataset.from_list(
+        [{"id": "a", "input_ids": [1], "labels": [-100]}, {"id": "b", "input_ids": [], "labels": []}]
+    )
     noisy = corrupt_labels(rows, 1.0, **OPTIONS)
     assert noisy["labels"] == [[-100], []]
     assert noisy["corrupted"] == [[False], []]

@@ -4,7 +4,7 @@ import gzip
 import json
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bft_hf.recipes import models as recipe_models
@@ -21,7 +21,12 @@ from bft_hf.recipes.questions import (
     tokenize_questions,
 )
 
-ROW = {"id": "a", "context": "The Rhine ends in the North Sea.", "question": "Where does it end?", "answers": ["North Sea"]}
+ROW = {
+    "id": "a",
+    "context": "The Rhine ends in the North Sea.",
+    "question": "Where does it end?",
+    "answers": ["North Sea"],
+}
 NO_SYSTEM_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
@@ -41,7 +46,7 @@ def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     vocabulary = {token: place for place, token in enumerate([*special, *letters])}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = __import__("tokenizers").decoders.ByteLevel()
+    backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
     tokenizer.add_special_tokens({"additional_special_tokens": special[3:]})
@@ -60,7 +65,10 @@ def write(path, rows) -> str:
 
 def squad(*contexts: str) -> dict:
     paragraphs = [
-        {"context": context, "qas": [{"id": context, "question": "What?", "answers": [{"text": context[:3], "answer_start": 0}]}]}
+        {
+            "context": context,
+            "qas": [{"id": context, "question": "What?", "answers": [{"text": context[:3], "answer_start": 0}]}],
+        }
         for context in contexts
     ]
     return {"version": "1.1", "data": [{"title": "T", "paragraphs": paragraphs}]}
@@ -143,7 +151,7 @@ def test_a_malformed_row_is_named_by_number_and_line(tmp_path, bad, message):
     path.write_text(json.dumps({**ROW, "id": "0"}) + "\n\n" + json.dumps(bad) + "\n")
     with pytest.raises(DataError) as caught:
         load_questions(str(path), split="all")
-    assert f"row 2 (line 3) is malformed: " in str(caught.value)
+    assert "row 2 (line 3) is malformed: " in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -181,7 +189,9 @@ def test_a_missing_file_a_folder_and_an_unreachable_hub_name_the_remedy(tmp_path
     with pytest.raises(DataError, match="is a folder"):
         load_questions(str(tmp_path), split="all")
     monkeypatch.setattr(recipe_models, "hub_reachable", lambda: False)
-    with pytest.raises(DataError, match="cannot reach the Hub.*'rajpurkar/squad': use --demo, or give --dataset a local"):
+    with pytest.raises(
+        DataError, match="cannot reach the Hub.*'rajpurkar/squad': use --demo, or give --dataset a local"
+    ):
         load_questions("rajpurkar/squad", split="train")
 
 
@@ -189,7 +199,10 @@ def test_real_squad_reads_whole(shared_data):
     dataset = load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all")
     assert len(dataset) == 5665
     assert max(map(len, dataset["answers"])) > 1
-    assert len(load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", max_context_chars=700)) < 5665
+    assert (
+        len(load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", max_context_chars=700))
+        < 5665
+    )
 
 
 # Prompt and answer
@@ -287,7 +300,10 @@ def test_the_pad_token_is_never_the_one_that_ends_an_answer():
 
 
 def test_a_missing_folder_an_empty_one_and_an_unreachable_hub_name_the_remedy(tmp_path, monkeypatch):
-    for name, message in ((str(tmp_path / "none"), "no folder .*--model_name_or_path"), (str(tmp_path), "no config.json")):
+    for name, message in (
+        (str(tmp_path / "none"), "no folder .*--model_name_or_path"),
+        (str(tmp_path), "no config.json"),
+    ):
         with pytest.raises(ModelNotFound, match=message):
             load_tokenizer(name)
     monkeypatch.setattr(recipe_models, "hub_reachable", lambda: False)
@@ -316,4 +332,11 @@ def test_the_tokenizer_in_the_wheel_has_its_template_and_round_trips():
     text = "Paris, naïve 北京\n\n  x<|im_end|>"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert answer_tokens(tokenizer, "Paris")[-1] == end_of_turn(tokenizer)
-    assert isinstance(tokenizer, type(AutoTokenizer.from_pretrained(recipe_models.smollm2_file().parent, gguf_file=recipe_models.smollm2_file().name)))
+    assert isinstance(
+        tokenizer,
+        type(
+            AutoTokenizer.from_pretrained(
+                recipe_models.smollm2_file().parent, gguf_file=recipe_models.smollm2_file().name
+            )
+        ),
+    )

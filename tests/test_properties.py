@@ -1,0 +1,71 @@
+"""Properties of the method on whole models that the oracle alone does not state."""
+
+import pytest
+import torch
+from conftest import make_tiny_llama
+
+import bft_hf
+from bft_hf import BFTConfig
+
+
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+def test_a_zero_output_projection_leaves_everything_finite(granularity: str) -> None:
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig(granularity=granularity, observation_units="absolute"))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[2].self_attn.o_proj.weight[3] = 0
+    ids = torch.randint(3, 128, (2, 9))
+    output = model(ids, labels=ids)
+    output.loss.backward()
+    assert output.logits.isfinite().all()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("initial_precision", ["table", "mlp"])
+def test_initial_precision_varies_by_token(initial_precision: str) -> None:
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision=initial_precision))
+    with torch.no_grad():
+        for name, parameter in bft_hf.bft_parameters(model).items():
+            if "initial" in name:
+                parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+    ids = torch.tensor([[5, 9, 5, 30]])
+    with bft_hf.record(model) as trace:
+        model(ids)
+    first = trace.precision[0][0]
+    assert torch.equal(first[0], first[2])
+    assert first[[0, 1, 3]].unique().numel() == 3
+
+
+def test_a_table_needs_ids_and_says_so() -> None:
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="table"))
+    embeddings = model.get_input_embeddings()(torch.tensor([[5, 9]]))
+    with pytest.raises(ValueError, match="pass input_ids"):
+        model(inputs_embeds=embeddings)
+    bft_hf.unpatch(model)
+    bft_hf.patch(model, BFTConfig(initial_precision="mlp"))
+    assert torch.equal(model(inputs_embeds=embeddings).logits, model(torch.tensor([[5, 9]])).logits)
+
+
+def test_a_table_follows_the_vocabulary() -> None:
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="table"))
+    with torch.no_grad():
+        model.model.layers[0].bft.log_initial_precision += torch.arange(128) / 100
+    before = model.model.layers[0].bft.log_initial_precision.detach().clone()
+    model.resize_token_embeddings(140)
+    table = model.model.layers[0].bft.log_initial_precision
+    assert torch.equal(table[:128], before)
+    assert torch.equal(table[128:], before.mean().expand(12))
+    assert model(torch.tensor([[139]])).logits.shape[-1] == 140
+    model.resize_token_embeddings(100)
+    assert torch.equal(model.model.layers[0].bft.log_initial_precision, before[:100])
+    bft_hf.unpatch(model)
+    model.resize_token_embeddings(128)
+
+
+def test_patching_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="mlp"))
+    assert torch.equal(torch.rand(1), expected)
