@@ -12,7 +12,7 @@ import copy
 import json
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -61,6 +61,17 @@ def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
             module.config = new
 
 
+class PendingActivation(nn.Module):
+    """Stands where a patched checkpoint's activation will be, until the layers around it are patched."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Raises RuntimeError: whoever runs this built a model from a patched checkpoint's configuration alone."""
+        raise RuntimeError(
+            "this model was built from the configuration of a patched checkpoint, which makes a plain model: load it with "
+            "from_pretrained, or build the plain model from its own configuration and call bft_hf.patch"
+        )
+
+
 @register_quantization_config(METHOD)
 class BFTCheckpointConfig(QuantizationConfigMixin):
     """The `quantization_config` block of a patched checkpoint."""
@@ -68,8 +79,8 @@ class BFTCheckpointConfig(QuantizationConfigMixin):
     def __init__(self, hidden_act: str, **kwargs: Any) -> None:
         self.quant_method = METHOD
         self.hidden_act = hidden_act
-        # Building the layers needs the marked name; it is the plain activation.
-        ACT2FN[hidden_act + ACTIVATION_MARK] = dict.__getitem__(ACT2FN, hidden_act)
+        # Building the layers needs the marked name to be one.
+        ACT2FN[hidden_act + ACTIVATION_MARK] = PendingActivation
 
 
 @register_quantizer(METHOD)
@@ -84,6 +95,10 @@ class BFTCheckpointLoader(HfQuantizer):
         config = model.config
         config.hidden_act = self.quantization_config.hidden_act
         del config.quantization_config
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, PendingActivation):
+                    setattr(module, name, ACT2FN[config.hidden_act])
         patch(model, BFTConfig.from_dict(config.bft_config))
         return model
 

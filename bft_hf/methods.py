@@ -45,7 +45,21 @@ class PrepareInputsForGeneration:
         return inputs
 
 
+class InitWeights:
+    """`_init_weights` that knows the filter's parameters, for those that a checkpoint lacks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, BFTState):
+            module.reset_missing()
+        else:
+            type(self.model)._init_weights(self.model, module)
+
+
 METHODS = {
+    "_init_weights": InitWeights,
     "resize_token_embeddings": ResizeTokenEmbeddings,
     "prepare_inputs_for_generation": PrepareInputsForGeneration,
 }

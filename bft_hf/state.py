@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -70,26 +71,39 @@ class BFTState(nn.Module):
             readers[""] = num_slots - 1
         self.tracked = ["", "key_"] if separate else [""]
 
-        channels = hidden_size if config.granularity == "channel" else 1
-        for key in self.tracked:
-            if slot == 0 and readers[key]:
-                self._add_initial_precision(key, hidden_size, vocab_size, device)
-            if self.predicts and slot + 1 < readers[key]:
-                noise = torch.full((channels,), math.log(config.initial_process_noise), device=device)
-                self.register_parameter(f"log_{key}process_noise", nn.Parameter(noise))
+        self._starts = self._start_values(readers, hidden_size, vocab_size)
+        for name, start in self._starts.items():
+            self.register_parameter(name, nn.Parameter(start().to(device)))
 
-    def _add_initial_precision(self, key: str, hidden_size: int, vocab_size: int, device: torch.device | None) -> None:
-        kind = self.config.initial_precision
-        rows = vocab_size if kind == "table" else 1
-        start = torch.full((rows,), math.log(self.config.initial_precision_value), device=device)
-        self.register_parameter(f"log_initial_{key}precision", nn.Parameter(start))
-        if kind == "mlp":
-            # A start of its own, so that patching neither reads nor moves the caller's random state.
-            generator = torch.Generator().manual_seed(len(key))
-            hidden = torch.randn(MLP_WIDTH, hidden_size, generator=generator) / math.sqrt(hidden_size)
-            output = 0.01 * torch.randn(MLP_WIDTH, generator=generator)
-            self.register_parameter(f"initial_{key}hidden", nn.Parameter(hidden.to(device)))
-            self.register_parameter(f"initial_{key}output", nn.Parameter(output.to(device)))
+    def _start_values(
+        self, readers: dict[str, int], hidden_size: int, vocab_size: int
+    ) -> dict[str, Callable[[], Tensor]]:
+        config = self.config
+        starts: dict[str, Callable[[], Tensor]] = {}
+        channels = hidden_size if config.granularity == "channel" else 1
+        rows = vocab_size if config.initial_precision == "table" else 1
+        for key in self.tracked:
+            if self.slot == 0 and readers[key]:
+                start = math.log(config.initial_precision_value)
+                starts[f"log_initial_{key}precision"] = functools.partial(torch.full, (rows,), start)
+                if config.initial_precision == "mlp":
+                    scales = {"hidden": 1 / math.sqrt(hidden_size), "output": 0.01}
+                    shapes = {"hidden": (MLP_WIDTH, hidden_size), "output": (MLP_WIDTH,)}
+                    for name, scale in scales.items():
+                        seed = len(key + name)
+                        starts[f"initial_{key}{name}"] = functools.partial(_normal, shapes[name], scale, seed)
+            if self.predicts and self.slot + 1 < readers[key]:
+                start = math.log(config.initial_process_noise)
+                starts[f"log_{key}process_noise"] = functools.partial(torch.full, (channels,), start)
+        return starts
+
+    @torch.no_grad()
+    def reset_missing(self) -> None:
+        """Start values for the parameters that a checkpoint did not have, as transformers' loader marks them."""
+        for name, start in self._starts.items():
+            parameter = self.get_parameter(name)
+            if not getattr(parameter, "_is_hf_initialized", False):
+                parameter.copy_(start())
 
     def initial_precisions(self, hidden_states: Tensor, input_ids: Tensor | None) -> Precisions:
         """tau for every token, as `tracked` names them.
@@ -166,6 +180,11 @@ class BFTState(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         bump_generation()
         super()._load_from_state_dict(*args, **kwargs)
+
+
+def _normal(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
+    # A generator of its own: patching neither reads nor moves the caller's random state.
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def state_dtype(hidden_states: Tensor) -> torch.dtype:

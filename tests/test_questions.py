@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -192,6 +193,23 @@ def test_a_missing_file_a_folder_and_an_unreachable_hub_name_the_remedy(tmp_path
     with pytest.raises(
         DataError, match="cannot reach the Hub.*'rajpurkar/squad': use --demo, or give --dataset a local"
     ):
+        load_questions("rajpurkar/squad", split="train")
+
+
+def test_rows_from_the_hub_are_checked_like_any_others(monkeypatch):
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        answers = [{"text": ["North Sea"], "answer_start": [23]}, {"text": [], "answer_start": []}]
+        rows = [{**ROW, "id": str(n), "title": "Rhine", "answers": answer} for n, answer in enumerate(answers)]
+        return datasets.Dataset.from_list(rows if split == "train" else rows[:1])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    dataset = load_questions("rajpurkar/squad", split="validation")
+    assert dataset[0] == {**ROW, "id": "0", "title": "Rhine"}
+    assert asked == [("rajpurkar/squad", "validation")]
+    with pytest.raises(DataError, match="rajpurkar/squad: row 2 is malformed: 'answers' is empty"):
         load_questions("rajpurkar/squad", split="train")
 
 

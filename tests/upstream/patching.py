@@ -1,0 +1,126 @@
+"""A pytest plugin that patches every Llama that transformers' tests build, the way a user would: once it is built.
+
+The outermost constructor patches, so `LlamaModel` within `LlamaForCausalLM` does not; `from_pretrained` and `from_config`
+patch what they return, not what they are still filling. A folder saved from a patched model comes back patched by itself,
+and the test fails where it does not: patching it afterwards would lose the filter's parameters.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+STEPS = (0.8, -1.3, 0.5)
+"""By how much `moved` moves log tau and the log Q of the layers, in turn."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options of the runs that run.py makes."""
+    parser.addoption("--bft", choices=("plain", "patched", "moved"), default="plain")
+    parser.addoption("--bft-config", default="{}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start patching, in every worker of pytest-xdist."""
+    torch.set_num_threads(1)
+    mode = config.getoption("--bft")
+    config.pluginmanager.register(
+        Patcher(mode, json.loads(config.getoption("--bft-config"))) if mode != "plain" else Seeds()
+    )
+
+
+class Seeds:
+    """Gives a test the same random numbers in every run."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Seed by the test's name."""
+        from transformers import set_seed
+
+        set_seed(zlib.crc32(item.name.encode()))
+        return (yield)
+
+
+class Patcher(Seeds):
+    """Patches models as they are built, and counts the forward passes of patched ones."""
+
+    def __init__(self, mode: str, settings: dict[str, Any]) -> None:
+        import bft_hf
+        from bft_hf import stream
+        from transformers import PreTrainedModel
+        from transformers.models.llama import modeling_llama
+
+        self.config = bft_hf.BFTConfig(**settings)
+        self.mode = mode
+        self.depth = 0
+        self.passes = 0
+        for value in vars(modeling_llama).values():
+            if isinstance(value, type) and issubclass(value, modeling_llama.LlamaPreTrainedModel):
+                value.__init__ = self._constructor(value.__init__)
+        for name in ("from_pretrained", "_from_config"):
+            setattr(PreTrainedModel, name, classmethod(self._factory(getattr(PreTrainedModel, name).__func__)))
+
+        start = stream.Stream.__init__
+
+        @functools.wraps(start)
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.passes += 1
+            start(*args, **kwargs)
+
+        stream.Stream.__init__ = count  # type: ignore[method-assign]
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
+        """Also note in the report that patched models ran."""
+        from transformers import set_seed
+
+        set_seed(zlib.crc32(item.name.encode()))
+        self.passes = 0
+        try:
+            return (yield)
+        finally:
+            if self.passes:
+                item.user_properties.append(("bft_passes", self.passes))
+
+    def _constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(construct)
+        def constructor(model: Any, *args: Any, **kwargs: Any) -> None:
+            self._nested(construct, model, *args, **kwargs)
+            if not self.depth:
+                self._patch(model)
+
+        return constructor
+
+    def _factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def factory(cls: type, *args: Any, **kwargs: Any) -> Any:
+            result = self._nested(make, cls, *args, **kwargs)
+            if not self.depth:
+                self._patch(result[0] if isinstance(result, tuple) else result)
+            return result
+
+        return factory
+
+    def _nested(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.depth += 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.depth -= 1
+
+    def _patch(self, model: Any) -> None:
+        import bft_hf
+
+        if bft_hf.is_patched(model) or not hasattr(model.config, "hidden_act"):
+            return
+        bft_hf.patch(model, self.config)
+        if self.mode == "moved":
+            with torch.no_grad():
+                for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):
+                    parameter.add_(STEPS[index % len(STEPS)])
