@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from .compat import attention_function
 from .config import BFTConfig
 from .sample_size import ESTIMATORS
+from .state import full_precision, state_dtype
 from .stream import Stream
 
 ATTENTION = "bft_kriging"
@@ -113,7 +114,7 @@ class KrigingCall:
             bias = self.key_bias / (scaling * _query_constant(scaling))
             extra_key.append(_headwise(bias, heads, key.dtype))
 
-        power = value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+        power = value.to(state_dtype(value))
         if self.config.granularity == "token":
             moment = (torch.linalg.vecdot(power, power) / head_dim).unsqueeze(-1)
         else:
@@ -136,7 +137,7 @@ class KrigingCall:
         self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int
     ) -> KrigingOutput:
         """Split what the attention function returned, (batch, token, head, width), into the filter's quantities."""
-        dtype = torch.promote_types(output.dtype, torch.float32)
+        dtype = state_dtype(output)
         visible_keys = self.stream.visible_keys(attention_mask, query, key)
         sizes = [self.moment_channels(head_dim), self.estimator.num_channels, int(self.key_variance is not None)]
         extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
@@ -194,7 +195,8 @@ class WideningCache:
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Widen new keys and values, then let the real cache store them; returns all of them."""
-        key, value = self._call.widen_key_value(key, value, self._scaling)
+        with full_precision(value):
+            key, value = self._call.widen_key_value(key, value, self._scaling)
         if self._cache is None:
             return key, value
         return self._cache.update(key, value, *args, **kwargs)
@@ -227,7 +229,8 @@ def kriging_attention(
     scaling = head_dim**-0.5 if scaling is None else scaling
     query = bft_call.widen_query(query, scaling)
     output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
-    bft_call.output = bft_call.read(output, query, key, attention_mask, scaling, head_dim)
+    with full_precision(output):
+        bft_call.output = bft_call.read(output, query, key, attention_mask, scaling, head_dim)
     if dropout:
         # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
         output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

@@ -18,7 +18,7 @@ from . import filter
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
 from .offload import resident
-from .state import BFTState, Precisions, state_dtype
+from .state import BFTState, Precisions, full_precision, state_dtype
 from .stream import STREAM, Stream
 from .swap import InPlaceSubclass
 from .weights import effective_weight
@@ -52,7 +52,7 @@ class BFTGatedFFN(InPlaceSubclass):
     bft: BFTState
 
     def forward(self, hidden_states: Tensor, activations: Activations | None = None) -> Tensor:
-        """LlamaMLP.forward of transformers 5.24, in three statements; `activations` receives gate and up."""
+        """LlamaMLP.forward of transformers 5.24, in two statements; `activations` receives gate and up."""
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # type: ignore[attr-defined]
         if activations is not None:
             activations.gate, activations.up = gate, up
@@ -81,35 +81,38 @@ class BFTDecoderLayer(InPlaceSubclass):
         state, anatomy = self.bft, self.bft.architecture
         kwargs.update(zip(_positional_names(self._bft_original_class), args, strict=False))
         stream = self._stream(kwargs.pop(STREAM, None))
-        precisions = stream.read(state.slot)
-        if precisions is None:
-            precisions = state.initial_precisions(hidden_states, stream.input_ids)
-            stream.log_scale[state.slot] = state.initial_log_scale()
-
         # Observe
         attention = getattr(self, anatomy.self_attention)
-        call = self._kriging_call(precisions, hidden_states, stream, kwargs)
+        with full_precision(hidden_states):
+            precisions = stream.read(state.slot)
+            if precisions is None:
+                precisions = state.initial_precisions(hidden_states, stream.input_ids)
+                stream.log_scale[state.slot] = state.initial_log_scale()
+            call = self._kriging_call(precisions, hidden_states, stream, kwargs)
         name = cache_argument(self._bft_original_class)
         kwargs[name] = WideningCache(kwargs.pop(name, None), call, attention.scaling)
         normed = getattr(self, anatomy.input_norm)(hidden_states)
         update, _ = attention(hidden_states=normed, bft_call=call, **kwargs)
-        observation = self._observe(call, attention)
 
         # Update
-        gain, updated = filter.update(precisions[0], observation.precision)
-        if not state.config.gain:
-            gain = (observation.precision > 0).to(gain.dtype)
-        scale = gain if gain.ndim == hidden_states.ndim else gain.unsqueeze(-1)
-        hidden_states = torch.addcmul(hidden_states, update, scale.to(update.dtype))
-        all_updated = (updated, *(lam + observation.precision for lam in precisions[1:]))
+        with full_precision(hidden_states):
+            observation = self._observe(call, attention)
+            gain, updated = filter.update(precisions[0], observation.precision)
+            if not state.config.gain:
+                gain = (observation.precision > 0).to(gain.dtype)
+            scale = gain if gain.ndim == hidden_states.ndim else gain.unsqueeze(-1)
+            dtype = hidden_states.dtype
+            hidden_states = torch.addcmul(hidden_states, update.to(dtype), scale.to(dtype))
+            all_updated = (updated, *(lam + observation.precision for lam in precisions[1:]))
 
         # Predict
         shown = bool(stream.traces) and state.config.propagate
         activations = Activations() if state.predicts or shown else None
         ffn = getattr(self, anatomy.ffn)
         output = ffn(getattr(self, anatomy.ffn_norm)(hidden_states), activations)
-        jacobian = None if activations is None else self._jacobian(hidden_states, ffn, activations)
-        stream.write(state.slot + 1, self._predict(all_updated, jacobian))
+        with full_precision(hidden_states):
+            jacobian = None if activations is None else self._jacobian(hidden_states, ffn, activations)
+            stream.write(state.slot + 1, self._predict(all_updated, jacobian))
         stream.log_scale[state.slot + 1] = state.predicted_log_scale() if state.predicts else 0.0
         for trace in stream.traces:
             trace.add(state.layer_index, precisions[0], observation, gain, jacobian, updated)
@@ -200,9 +203,10 @@ class BFTDecoderLayer(InPlaceSubclass):
             residual = hidden_states.to(dtype)
             mean_square = torch.linalg.vecdot(residual, residual) / residual.shape[-1]
             inverse_rms = torch.rsqrt(mean_square + getattr(norm, anatomy.norm_epsilon))
-            gate, up = activations.gate.to(dtype), activations.up.to(dtype)
             activation = getattr(ffn, anatomy.activation)
-            return filter.gated_jacobian(gate, up, activation, gate_coefficients, up_coefficients, inverse_rms)
+            return filter.gated_jacobian(
+                activations.gate, activations.up, activation, gate_coefficients, up_coefficients, inverse_rms
+            )
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .filter import probe_effective_sample_size, probe_signs
+from .state import full_precision
 from .stream import mask_to_bool
 
 NUM_PROBES = 7
@@ -77,8 +78,12 @@ class _SquareSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        with full_precision(grad_outputs[0]):
+            return _SquareSum._backward(ctx, *grad_outputs)
+
+    @staticmethod
+    def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, attention_mask = ctx.saved_tensors
-        (grad,) = grad_outputs
         grad_query = torch.empty_like(query)
         grad_key = torch.zeros_like(key, dtype=ctx.dtype)
         groups = key.shape[1]

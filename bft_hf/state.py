@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -190,3 +191,9 @@ def _normal(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
 def state_dtype(hidden_states: Tensor) -> torch.dtype:
     """The dtype of precisions beside hidden states: float32, or float64 where the model is."""
     return torch.promote_types(hidden_states.dtype, torch.float32)
+
+
+def full_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Keeps autocast out of the filter: what Trainer's bf16=True turns on would round its matmuls to bfloat16."""
+    device = tensor.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -18,13 +18,12 @@ class InPlaceSubclass:
         return _new_swapped, (self._bft_original_class, self._bft_mixin), *reduced[2:]
 
 
-def swap_class(instance: Any, mixin: type[InPlaceSubclass]) -> None:
+def swap_class(instance: Any, mixin: Any) -> None:
     """Make `instance` an instance of `mixin` and its own class, under that class's name. Other instances are untouched.
 
     The name matters: device_map and FSDP find the layers that they must not split by the name of their class.
     """
-    cls: Any = type(instance)
-    instance.__class__ = _swapped_class(cls, mixin)
+    instance.__class__ = _swapped_class(type(instance), mixin)  # type: ignore[arg-type]
 
 
 def restore_class(instance: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,12 +73,29 @@ def _probe_weight(module: nn.Module) -> Tensor:
 
 
 def weight_state(module: nn.Module) -> tuple[Any, ...]:
-    """What tells that `effective_weight(module)` may differ from before, as far as the module shows it."""
-    tensors = tuple((tensor.data_ptr(), tensor._version, tensor.dtype) for tensor in module.parameters())
+    """What tells that `effective_weight(module)` may differ from before, as far as the module shows it.
+
+    A weak reference equals another as long as both are alive and of the same tensor: a new tensor may come to stand at the
+    address, and get the id, of one that was freed.
+    """
+    tensors = tuple((_Identity(tensor), tensor.data_ptr(), tensor._version) for tensor in module.parameters())
     if not hasattr(module, "get_base_layer"):
         return tensors
     scaling = tuple(sorted(getattr(module, "scaling", {}).items()))
     return tensors, module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters), scaling
+
+
+class _Identity:
+    """A weak reference that compares by identity, where a tensor's own equality would compare elements."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self._reference()
+        return mine is not None and isinstance(other, _Identity) and other._reference() is mine
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class DerivedFromWeights:

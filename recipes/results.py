@@ -133,7 +133,8 @@ def layer_state(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -
             noise[int(layer[1])] = value
         elif "initial_precision" in name:
             precision.append(value)
-    indices = bft_hf.get_config(model).layers or range(len(gains))
+    config = bft_hf.get_config(model)
+    indices = (config and config.layers) or range(len(gains))
     return {
         "initial_precision": sum(precision) / len(precision) if precision else None,
         "layers": [

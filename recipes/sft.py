@@ -52,8 +52,16 @@ from .arguments import (
     parse,
     print_help,
 )
-from .results import RESULTS_FORMAT, card_text, count_parameters, layer_lines, layer_state, library_versions
-from .results import print_table, write_json
+from .results import (
+    RESULTS_FORMAT,
+    card_text,
+    count_parameters,
+    layer_lines,
+    layer_state,
+    library_versions,
+    print_table,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -121,6 +129,7 @@ def _run(look: FirstLook, command: str) -> None:
     check_hub(look, check_sources(look))
     with _removed_on_refusal(folder):
         with _as_usage_error("bft-sft needs more packages, pip install 'bft-hf[sft]': ", ImportError):
+            say("Importing the training libraries")
             import datasets  # noqa: F401
             import trl  # noqa: F401
         arms = [
@@ -184,9 +193,10 @@ def _resume_path(training: Any, method: str) -> str | None:
         return None
     path = str(given)
     if path.lower() in ("true", "yes", "1"):
-        path = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
-        if path is None:
+        last = get_last_checkpoint(training.output_dir) if os.path.isdir(training.output_dir) else None
+        if last is None:
             raise UsageError(f"--resume_from_checkpoint: {training.output_dir} has no checkpoint-* folder")
+        path = last
     if not Path(path, "trainer_state.json").is_file():
         raise UsageError(f"--resume_from_checkpoint {path}: no checkpoint there (no trainer_state.json)")
     patched = _holds_bft(Path(path))
@@ -313,7 +323,7 @@ def bft_config(arguments: SFTArguments) -> "BFTConfig":
         config = BFTConfig()
         if arguments.bft_config is not None:
             config = BFTConfig.from_json_string(Path(arguments.bft_config).read_text(encoding="utf-8"))
-        changes = {
+        changes: dict[str, Any] = {
             "initial_process_noise": arguments.process_noise,
             "initial_precision_value": arguments.initial_precision,
         }

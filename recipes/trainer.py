@@ -27,9 +27,10 @@ class BFTSFTConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         on_accelerator = torch.accelerator.is_available() and not self.use_cpu
-        if self.bf16 is None:
-            self.bf16 = on_accelerator and not self.fp16 and is_torch_bf16_gpu_available()
-        self.dataloader_pin_memory = self.dataloader_pin_memory and on_accelerator
+        if getattr(self, "bf16", None) is None:
+            self.bf16: bool | None = on_accelerator and not self.fp16 and is_torch_bf16_gpu_available()
+        if not on_accelerator:
+            self.dataloader_pin_memory: bool = False
         # transformers 5.23 renamed the field; the old name still works there, with a warning that no user can act on.
         name = "activation_checkpointing"
         if name not in {spec.name for spec in fields(self)}:

@@ -29,7 +29,13 @@ def tokenizer(stories260k: Path) -> Any:
 @pytest.fixture(scope="module")
 def questions() -> Dataset:
     rows = [
-        {"id": str(i), "title": "", "context": f"Box {i} is red.", "question": f"Colour of box {i}?", "answers": ["red as fire"]}
+        {
+            "id": str(i),
+            "title": "",
+            "context": f"Box {i} is red.",
+            "question": f"Colour of box {i}?",
+            "answers": ["red as fire"],
+        }
         for i in range(12)
     ]
     return Dataset.from_list(rows)
@@ -92,7 +98,17 @@ def test_corrupted_labels_reach_the_loss_and_inputs_stay_clean(
 
 @pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
 def test_tau_and_q_have_a_group_of_their_own(flags: list[str], make_arm: Any, tiny_llama: Any, tokenizer: Any) -> None:
-    flags = [*flags, "--weight_decay", "0.1", "--learning_rate", "1e-4", "--bft_learning_rate", "0.03", "--max_steps", "10"]
+    flags = [
+        *flags,
+        "--weight_decay",
+        "0.1",
+        "--learning_rate",
+        "1e-4",
+        "--bft_learning_rate",
+        "0.03",
+        "--max_steps",
+        "10",
+    ]
     trainer = make_trainer(make_arm("bft", *flags), tiny_llama(vocab_size=512), tokenizer)
     trainer.create_optimizer_and_scheduler(10)
     groups = {group.get("name"): group for group in trainer.optimizer.param_groups}
@@ -115,14 +131,21 @@ def test_plain_model_is_grouped_as_trl_does(make_arm: Any, tiny_llama: Any, toke
     assert len(groups) == 2 and all("name" not in group for group in groups)
 
 
-@pytest.mark.parametrize(("rate", "low", "high"), [(2e-2, 0.5, 5.0), (None, 0.0, 0.05)], ids=["own rate", "weights' rate"])
+@pytest.mark.parametrize(
+    ("rate", "low", "high"), [(2e-2, 0.5, 5.0), (None, 0.0, 0.05)], ids=["own rate", "weights' rate"]
+)
 def test_log_q_moves_in_a_hundred_steps(
     rate: float | None, low: float, high: float, tmp_path: Path, tiny_llama: Any, tokenizer: Any
 ) -> None:
     model = bft_hf.patch(tiny_llama(vocab_size=512))
     start = {name: p.detach().clone() for name, p in bft_hf.bft_parameters(model).items()}
     config = BFTSFTConfig(
-        str(tmp_path), max_steps=100, per_device_train_batch_size=2, learning_rate=2e-5, save_strategy="no", disable_tqdm=True
+        str(tmp_path),
+        max_steps=100,
+        per_device_train_batch_size=2,
+        learning_rate=2e-5,
+        save_strategy="no",
+        disable_tqdm=True,
     )
     trainer = BFTSFTTrainer(
         model, config, train_dataset=short_rows(2), processing_class=tokenizer, bft_learning_rate=rate
@@ -157,7 +180,9 @@ def test_resumed_training_ends_where_one_piece_ends(
 
 
 def test_adapter_file_holds_trained_tau_and_q(make_arm: Any, tiny_llama: Any, tokenizer: Any, tmp_path: Path) -> None:
-    trainer = make_trainer(make_arm("bft", *LORA, "--max_steps", "2", "--save_strategy", "no"), tiny_llama(vocab_size=512), tokenizer)
+    trainer = make_trainer(
+        make_arm("bft", *LORA, "--max_steps", "2", "--save_strategy", "no"), tiny_llama(vocab_size=512), tokenizer
+    )
     trainer.train()
     trainer.save_model(str(tmp_path / "adapter"))
     with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", framework="pt") as file:

@@ -48,18 +48,19 @@ class Seeds:
 
 
 class Patcher(Seeds):
-    """Patches models as they are built, and counts the forward passes of patched ones."""
+    """Patches models as they are built, and counts them and their forward passes."""
 
     def __init__(self, mode: str, settings: dict[str, Any]) -> None:
-        import bft_hf
-        from bft_hf import stream
         from transformers import PreTrainedModel
         from transformers.models.llama import modeling_llama
+
+        import bft_hf
+        from bft_hf import stream
 
         self.config = bft_hf.BFTConfig(**settings)
         self.mode = mode
         self.depth = 0
-        self.passes = 0
+        self.models = self.passes = 0
         for value in vars(modeling_llama).values():
             if isinstance(value, type) and issubclass(value, modeling_llama.LlamaPreTrainedModel):
                 value.__init__ = self._constructor(value.__init__)
@@ -81,12 +82,12 @@ class Patcher(Seeds):
         from transformers import set_seed
 
         set_seed(zlib.crc32(item.name.encode()))
-        self.passes = 0
+        self.models = self.passes = 0
         try:
             return (yield)
         finally:
-            if self.passes:
-                item.user_properties.append(("bft_passes", self.passes))
+            counts = {"bft_models": self.models, "bft_passes": self.passes}
+            item.user_properties += [(name, count) for name, count in counts.items() if count]
 
     def _constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)
@@ -120,6 +121,7 @@ class Patcher(Seeds):
         if bft_hf.is_patched(model) or not hasattr(model.config, "hidden_act"):
             return
         bft_hf.patch(model, self.config)
+        self.models += 1
         if self.mode == "moved":
             with torch.no_grad():
                 for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):

@@ -1,0 +1,336 @@
+"""The command bft-sft from its flags to the files it leaves, and every way in which it refuses."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import bft_hf
+from bft_hf.recipes import arguments, sft
+from bft_hf.recipes.arguments import CONFIGS, METHODS, first_look
+from bft_hf.recipes.sft import main
+
+QUICK = ["--max_steps", "2", "--eval_examples", "3", "--max_new_tokens", "4", "--per_device_train_batch_size", "4"]
+LORA = ["--use_peft", "--lora_r", "4"]
+
+
+@pytest.fixture(scope="module")
+def tiny(stories260k: Path, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Any) -> str:
+    """The folder of a random Llama with the tokenizer of stories260K."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_llama(vocab_size=512, num_hidden_layers=2, max_position_embeddings=512).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(stories260k).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A JSONL file of 60 questions, each with a passage of its own."""
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    colours = ("red", "green", "blue as ice")
+    rows = [
+        {"id": i, "context": f"Box {i} is {colours[i % 3]}.", "question": f"Box {i}?", "answers": [colours[i % 3]]}
+        for i in range(60)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def run(tiny: str, questions: str, tmp_path: Path) -> Callable[..., Path]:
+    def command(*flags: str, name: str = "out") -> Path:
+        out = tmp_path / name
+        argv = ["--model_name_or_path", tiny, "--dataset", questions, "--output_dir", str(out), *QUICK, *flags]
+        assert main(argv) == 0
+        return out
+
+    return command
+
+
+def load_as_the_card_says(folder: Path) -> Any:
+    """Run the Python in a model card and give back its `model`."""
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert code is not None
+    namespace: dict[str, Any] = {}
+    exec(compile(ast.parse(code[1]), "README.md", "exec"), namespace)
+    assert "tokenizer" in namespace
+    return namespace["model"].eval()
+
+
+@pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_leaves_results_model_and_card(
+    method: str, flags: list[str], run: Any, tiny: str, questions: str
+) -> None:
+    out = run("--method", method, "--noise", "0.5", "--seed", "7", *flags)
+    results = json.loads((out / "results.json").read_text())
+    assert results["method"] == method and results["seed"] == 7 and results["model"] == tiny
+    assert results["noise"]["rate"] == 0.5
+    assert 0 < results["noise"]["corrupted_labels"] < results["noise"]["eligible_labels"]
+    assert set(results["before"]) == set(results["after"]) == {"exact_match", "f1", "answer_nll", "n"}
+    assert results["before"]["answer_nll"] != results["after"]["answer_nll"] and results["after"]["n"] == 3
+    assert results["training"]["steps"] == 2
+    assert {"training", "evaluation_before", "evaluation_after", "total"} <= set(results["seconds"])
+    assert {"torch", "transformers", "trl", "bft-hf"} <= set(results["versions"])
+    assert shlex.split(results["command"])[:3] == ["bft-sft", "--model_name_or_path", tiny]
+    assert len((out / "predictions.jsonl").read_text().splitlines()) == 3
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\n") and "noise 0.5" in card and questions in card
+    assert ("patched first" in card) == (method == "bft" and bool(flags))
+
+    model = load_as_the_card_says(out)
+    assert bft_hf.is_patched(model) == METHODS[method].patched
+    if METHODS[method].patched:
+        counts, before, after = (results[key] for key in ("parameters", "layers_before", "layers_after"))
+        assert counts["bft"] == 2 and 0 < counts["bft_share"] < 1e-3
+        assert [layer["layer"] for layer in after["layers"]] == [0, 1]
+        assert before["layers"][0]["process_noise"] == pytest.approx(1.0) != after["layers"][0]["process_noise"]
+        assert all(0 < layer["gain"] < 1 for layer in after["layers"])
+        # What was trained is what is loaded.
+        values = {name: p.exp().item() for name, p in bft_hf.bft_parameters(model).items()}
+        process_noise = [value for name, value in values.items() if "process_noise" in name]
+        assert process_noise == [pytest.approx(after["layers"][0]["process_noise"])]
+        assert results["bft_config"] == bft_hf.get_config(model).to_dict()
+    else:
+        assert results["bft_config"] is None and "layers_after" not in results and results["parameters"]["bft"] == 0
+
+
+def test_arms_of_the_demo_differ_in_the_method_alone(
+    tiny: str, questions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bft_hf.recipes.trainer import BFTSFTTrainer
+
+    seen: dict[str, list[Any]] = {}
+    original = BFTSFTTrainer.training_step
+
+    def spy(self: Any, model: Any, inputs: Any, *rest: Any) -> Any:
+        name = Path(self.args.output_dir).name
+        weights = {key: p.detach().clone() for key, p in model.named_parameters() if ".bft." not in key}
+        batch = (inputs["input_ids"].clone(), inputs["labels"].clone(), weights)
+        seen.setdefault(name, []).append(batch)
+        return original(self, model, inputs, *rest)
+
+    monkeypatch.setattr(BFTSFTTrainer, "training_step", spy)
+    argv = ["--demo", "--model_name_or_path", tiny, "--dataset", questions, "--output_dir", str(tmp_path / "d"), *QUICK]
+    assert main([*argv, "--train_examples", "30"]) == 0
+    assert list(seen) == ["sft", "bft"] and len(seen["sft"]) == len(seen["bft"]) == 2
+    for plain, patched in zip(seen["sft"], seen["bft"], strict=True):
+        assert torch.equal(plain[0], patched[0]) and torch.equal(plain[1], patched[1])
+        assert (plain[1] != -100).any()
+    start, patched_start = seen["sft"][0][2], seen["bft"][0][2]
+    assert start.keys() == patched_start.keys() and any("lora_A" in name for name in start)
+    assert all(torch.equal(value, patched_start[name]) for name, value in start.items())
+    after, patched_after = seen["sft"][1][2], seen["bft"][1][2]
+    assert any(not torch.equal(value, patched_after[name]) for name, value in after.items())
+
+    arms = json.loads((tmp_path / "d" / "results.json").read_text())["arms"]
+    assert arms["sft"]["noise"] == arms["bft"]["noise"] and arms["sft"]["noise"]["rate"] == 0.3
+    assert arms["sft"]["training"]["learning_rate"] == arms["bft"]["training"]["learning_rate"]
+    assert arms["bft"]["parameters"]["trainable"] - arms["sft"]["parameters"]["trainable"] == 2
+    last = capsys.readouterr().out.rstrip().splitlines()[-1]
+    assert last.startswith("One seed and 3 questions cannot rank the arms")
+
+
+def test_seed_covers_noise_sample_and_order(run: Any) -> None:
+    def losses(name: str, *flags: str) -> Any:
+        out = run(
+            "--noise", "0.5", "--method", "sft", "--logging_steps", "1", "--train_examples", "20", *flags, name=name
+        )
+        results = json.loads((out / "results.json").read_text())
+        return results["training"]["losses"], results["after"]["answer_nll"]
+
+    assert losses("a", "--seed", "1") == losses("b", "--seed", "1") != losses("c", "--seed", "2")
+
+
+def commands_of(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip().startswith("bft-sft --")]
+
+
+@pytest.mark.parametrize("line", commands_of(sft.__doc__ or ""))
+def test_commands_of_the_docstring_run(line: str, run: Any) -> None:
+    out = run(*shlex.split(line)[1:-2] if "--dataset" in line else shlex.split(line)[1:])
+    results = json.loads((out / "results.json").read_text())
+    assert results["method"] == ("sft" if "--method sft" in line else "bft")
+    assert results["adapter"] == ("--use_peft" in line) and results["noise"]["rate"] == 0.3
+
+
+def test_docstring_has_two_commands() -> None:
+    assert len(commands_of(sft.__doc__ or "")) == 2
+
+
+@pytest.mark.parametrize("config", sorted(file.name for file in CONFIGS.glob("*.yaml")))
+def test_every_shipped_config_runs(config: str, run: Any) -> None:
+    out = run("--config", config, "--train_examples", "8", "--gradient_accumulation_steps", "1")
+    written = json.loads((out / "results.json").read_text())
+    assert written["adapter"] == (config != "squad_tinyllama.yaml") and written["training"]["steps"] == 2
+
+
+def test_command_line_wins_over_config(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("noise: 0.2\nmethod: sft\nlearning_rate: 1e-3\ntrain_examples: 5\n")
+    look = first_look([f"--config={file}", "--noise", "0.4"])
+    own, training, _ = arguments.parse(look)
+    assert (own.noise, own.method, own.train_examples, training.learning_rate) == (0.4, "sft", 5, 1e-3)
+    assert look.arguments == own
+
+
+def test_bft_start_is_chosen_by_flags_or_file(tmp_path: Path) -> None:
+    file = tmp_path / "bft.json"
+    file.write_text(bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False).to_json_string())
+    config = sft.bft_config(first_look(["--bft_config", str(file), "--initial_precision", "0.1"]).arguments)
+    assert config == bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False, initial_precision_value=0.1)
+    assert sft.bft_config(first_look(["--process_noise", "100"]).arguments).initial_process_noise == 100.0
+
+
+def test_resume_goes_on_and_the_wrong_kind_is_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("--method", "bft", *LORA)
+    run("--method", "bft", *LORA, "--max_steps", "4", "--resume_from_checkpoint", "true")
+    assert json.loads((out / "results.json").read_text())["training"]["steps"] == 4
+    checkpoint = str(out / "checkpoint-2")
+    capsys.readouterr()
+    argv = ["--model_name_or_path", "smollm2-135m", "--method", "sft", "--output_dir", str(out / "new")]
+    assert main([*argv, *LORA, "--dataset", "demo", "--resume_from_checkpoint", checkpoint]) == 2
+    assert "is of a patched model: use --method bft" in capsys.readouterr().err
+    assert not (out / "new").exists()
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run("--method", "sft")
+    (out / "notes.txt").write_text("mine")
+    assert (out / "checkpoint-2").is_dir()
+    run("--method", "sft", "--overwrite", "--save_strategy", "no")
+    assert (out / "notes.txt").read_text() == "mine" and not (out / "checkpoint-2").exists()
+
+
+MALFORMED = '{"id": 1, "context": "a", "question": "b", "answers": ["c"]}\n{"id": 2, "context": "a", "question": "b"}\n'
+
+REFUSED = {
+    "noise above 1": (["--noise", "1.3"], "--noise must be a number in [0, 1], got 1.3"),
+    "noise nan": (["--noise", "nan"], "--noise must be a number in [0, 1], got nan"),
+    "noise no number": (["--noise", "much"], "invalid float value: 'much'"),
+    "method": (["--method", "dpo"], "unknown --method 'dpo': choose from bft, sft"),
+    "noise kind": (["--noise_kind", "typo"], "unknown --noise_kind 'typo': choose from uniform"),
+    "flag": (["--nosie", "0.3"], "unknown flag --nosie, did you mean --noise?"),
+    "TRL's value": (["--save_strategy", "never"], "never"),
+    "no file": (["--dataset", "no/such/file.jsonl"], "--dataset no/such/file.jsonl: no such file"),
+    "no evaluation file": (["--eval_dataset", "none.json.gz"], "--eval_dataset none.json.gz: no such file"),
+    "malformed row": (["--dataset", "malformed.jsonl"], "row 2 (line 2) is malformed: it has no 'answers'"),
+    "too few": (["--train_examples", "1000"], "1000 were asked for"),
+    "no folder": (["--model_name_or_path", "./nothing"], "--model_name_or_path ./nothing: no such folder"),
+    "no model in folder": (["--model_name_or_path", "empty"], "the folder 'empty' holds no config.json"),
+    "no Hub": (["--model_name_or_path", "someone/something"], "--demo"),
+    "no Hub for data": (["--dataset", "someone/something"], "--demo"),
+    "no Hub to push to": (["--push_to_hub"], "--push_to_hub: the Hub cannot be reached"),
+    "YAML": (["--config", "broken.yaml"], "--config broken.yaml, line 2: not readable as YAML"),
+    "YAML list": (["--config", "list.yaml"], "expected lines of `flag: value`, found list"),
+    "YAML flag": (["--config", "flag.yaml"], "unknown flag 'nosie', did you mean --noise?"),
+    "YAML value": (["--config", "value.yaml"], "noise: 'much' is not what --noise takes"),
+    "no YAML": (["--config", "none.yaml"], "--config none.yaml: no such file"),
+    "BFT JSON": (["--bft_config", "value.yaml"], "has to be a JSON object"),
+    "BFT field": (["--bft_config", "field.json"], "unknown BFTConfig field 'gian'"),
+    "BFT layer": (["--bft_config", "layer.json"], "this model has layers 0 to 1"),
+    "full folder": (
+        ["--output_dir", "full"],
+        "--output_dir full exists and is not empty: give another one, --overwrite",
+    ),
+    "no checkpoint": (["--resume_from_checkpoint", "true"], "has no checkpoint-* folder"),
+    "checkpoint": (["--resume_from_checkpoint", "none"], "--resume_from_checkpoint none: no checkpoint there"),
+}
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with one of each broken thing."""
+    files = {
+        "malformed.jsonl": MALFORMED,
+        "broken.yaml": "noise: 0.3\nmethod: sft: bft\n",
+        "list.yaml": "- noise\n",
+        "flag.yaml": "nosie: 0.3\n",
+        "value.yaml": "noise: much\n",
+        "field.json": '{"gian": true}',
+        "layer.json": bft_hf.BFTConfig(layers=(7,)).to_json_string(),
+        "full/notes.txt": "mine",
+        "empty/notes.txt": "no config.json",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_one_line_and_status_2(
+    case: str, broken: Path, tiny: str, questions: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, expected = REFUSED[case]
+    before = sorted(broken.rglob("*"))
+    argv = ["--model_name_or_path", tiny, "--dataset", questions, "--output_dir", "new/out", *QUICK, *flags]
+    assert main(argv) == 2
+    lines = [line for line in re.split(r"[\r\n]+", capsys.readouterr().err) if line.strip()]
+    assert [line for line in lines if "it/s]" not in line and "examples/s]" not in line] == lines[-1:]
+    assert lines[-1].startswith("bft-sft: ") and expected in lines[-1]
+    assert sorted(broken.rglob("*")) == before
+
+
+def test_offline_without_demo_names_both_ways_out() -> None:
+    """In a process of its own: the exit status, no traceback, nothing else on stderr, and soon."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_ENDPOINT")}
+    # A port nobody listens on, for machines that do reach the Hub.
+    environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}
+    code = "import sys; from bft_hf.recipes.sft import main; sys.exit(main(['--noise', '0.3']))"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    assert "--demo" in done.stderr and "--model_name_or_path" in done.stderr
+
+
+def test_help_imports_nothing_heavy() -> None:
+    # What the package itself imports is not this command's to save; on top of it, --help costs next to nothing.
+    code = (
+        "import sys, time, bft_hf\n"
+        "start = time.process_time()\n"
+        "from bft_hf.recipes.sft import main\n"
+        "status = main(['--help'])\n"
+        "sys.exit(status or time.process_time() - start > 0.5 or 'trl' in sys.modules or 'datasets' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--noise" in done.stdout and "--lr_scheduler_type" not in done.stdout
+
+
+def test_help_all_lists_trl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help-all"]) == 0
+    text = capsys.readouterr().out
+    assert all(flag in text for flag in ("--noise", "--lr_scheduler_type", "--lora_r", "--max_length"))
+
+
+def test_every_method_is_reachable_by_flag_and_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--help"])
+    text = capsys.readouterr().out
+    for name in METHODS:
+        assert name in text and first_look(["--method", name]).arguments.method == name
+
+
+@pytest.mark.slow
+def test_demo_on_smollm2(smollm2: Any, tmp_path: Path) -> None:
+    """A few steps of the real thing, weights, corpus and all."""
+    out = tmp_path / "demo"
+    flags = ["--max_steps", "2", "--train_examples", "8", "--eval_examples", "4", "--per_device_train_batch_size", "2"]
+    assert main(["--demo", "--output_dir", str(out), *flags]) == 0
+    arms = json.loads((out / "results.json").read_text())["arms"]
+    assert arms["bft"]["parameters"]["bft"] == 30 and arms["bft"]["parameters"]["bft_share"] < 1e-3
+    assert len(arms["bft"]["layers_after"]["layers"]) == 30
+    assert all(arm["after"]["answer_nll"] < arm["before"]["answer_nll"] for arm in arms.values())
+    assert arms["sft"]["before"]["f1"] < 0.5
+    shutil.rmtree(out)
