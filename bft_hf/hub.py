@@ -8,8 +8,9 @@ is imported, so that a plain model cannot be built from the folder by mistake. I
 
 from __future__ import annotations
 
-import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ ACTIVATION_MARK = " (a bft_hf checkpoint: run `import bft_hf` before loading it)
 
 
 class MarkedConfig(InPlaceSubclass):
-    """The config of a patched model: unchanged in memory, marked in the file."""
+    """The class of a patched model's config while it is saved: what goes to the file is marked."""
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Write config.json with the marks described above."""
@@ -40,25 +41,16 @@ class MarkedConfig(InPlaceSubclass):
             file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def mark_config(model: nn.Module, base: nn.Module, config: BFTConfig) -> None:
-    """Give a patched model a configuration of its own that saves as patched; models that shared the old one keep it."""
-    shared = base.config
-    own = copy.deepcopy(shared)
-    own.bft_config = config.to_dict()
-    swap_class(own, MarkedConfig)
-    _replace_config(model, shared, own)
-
-
-def unmark_config(model: nn.Module, base: nn.Module) -> None:
-    """Undo `mark_config`; changes made to the configuration since then stay."""
-    restore_class(base.config)
-    del base.config.bft_config
-
-
-def _replace_config(model: nn.Module, old: Any, new: Any) -> None:
-    for module in model.modules():
-        if vars(module).get("config") is old:
-            module.config = new
+@contextmanager
+def marked(config: Any, bft_config: BFTConfig) -> Iterator[None]:
+    """Let a model's config save as a patched model's within the block. Other models may share it, so no longer than that."""
+    config.bft_config = bft_config.to_dict()
+    swap_class(config, MarkedConfig)
+    try:
+        yield
+    finally:
+        restore_class(config)
+        del config.bft_config
 
 
 class PendingActivation(nn.Module):
@@ -99,7 +91,9 @@ class BFTCheckpointLoader(HfQuantizer):
             for name, child in module.named_children():
                 if isinstance(child, PendingActivation):
                     setattr(module, name, ACT2FN[config.hidden_act])
-        patch(model, BFTConfig.from_dict(config.bft_config))
+        bft_config = BFTConfig.from_dict(config.bft_config)
+        del config.bft_config
+        patch(model, bft_config)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

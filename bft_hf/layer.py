@@ -215,13 +215,19 @@ def _positional_names(decoder_layer: type[nn.Module]) -> list[str]:
     return list(inspect.signature(inspect.unwrap(decoder_layer.forward)).parameters)[2:]
 
 
-def _checkpoint(slot: int, checkpoint: Callable[..., Any], run: functools.partial, hidden_states: Tensor) -> Tensor:
+def _checkpoint(
+    slot: int, checkpoint: Callable[..., Any], run: functools.partial, hidden_states: Tensor, *precisions: Tensor
+) -> Any:
     """Activation checkpointing of one layer with the precision as a visible input and output.
 
     Reentrant checkpointing differentiates only what enters and leaves by argument and result: a precision that travelled
     through the stream alone would silently take its gradient along.
     """
-    stream: Stream = run.keywords[STREAM]
+    keywords = getattr(run, "keywords", None)
+    if not isinstance(keywords, dict) or STREAM not in keywords:
+        # The function was read from a layer, wrapped and put back: the call around this one carries the precision.
+        return checkpoint(run, hidden_states, *precisions)
+    stream: Stream = keywords[STREAM]
 
     def run_with_precision(hidden_states: Tensor, *precisions: Tensor) -> tuple[Tensor, ...]:
         if precisions:
@@ -233,6 +239,6 @@ def _checkpoint(slot: int, checkpoint: Callable[..., Any], run: functools.partia
             stream.in_checkpoint = outside
         return output, *(stream.read(slot + 1) or ())
 
-    output, *precisions = checkpoint(run_with_precision, hidden_states, *(stream.read(slot) or ()))
-    stream.write(slot + 1, tuple(precisions))
+    output, *written = checkpoint(run_with_precision, hidden_states, *(stream.read(slot) or ()))
+    stream.write(slot + 1, tuple(written))
     return output

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .hub import marked
 from .state import BFTState
 
 
@@ -58,7 +59,20 @@ class InitWeights:
             type(self.model)._init_weights(self.model, module)
 
 
+class SavePretrained:
+    """`save_pretrained` whose config.json tells that the model is patched."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        states = (module for module in self.model.modules() if isinstance(module, BFTState))
+        with marked(self.model.config, next(states).config):
+            type(self.model).save_pretrained(self.model, *args, **kwargs)
+
+
 METHODS = {
+    "save_pretrained": SavePretrained,
     "_init_weights": InitWeights,
     "resize_token_embeddings": ResizeTokenEmbeddings,
     "prepare_inputs_for_generation": PrepareInputsForGeneration,

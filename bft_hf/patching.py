@@ -10,7 +10,6 @@ from torch import nn
 
 from .architectures import Architecture, find_base_model
 from .config import BFTConfig
-from .hub import mark_config, unmark_config
 from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN
 from .methods import override_methods, restore_methods
 from .offload import execution_device, has_foreign_forward, rebind_forward
@@ -20,8 +19,8 @@ from .swap import InPlaceSubclass, restore_class, swap_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
-KEEP_FLOAT32 = r"\.bft\."
-"""What `from_pretrained(dtype=...)` leaves in float32, as transformers' loader matches it."""
+KEEP_FLOAT32 = "bft"
+"""The module that `from_pretrained(dtype=...)` leaves in float32."""
 
 
 def patch(model: Model, config: BFTConfig | None = None) -> Model:
@@ -67,7 +66,6 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     base.register_forward_pre_hook(start_stream, with_kwargs=True)
     base._bft_traces = []
     base._bft_config = config
-    mark_config(model, base, config)
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
         override_methods(module)
@@ -99,7 +97,6 @@ def unpatch(model: Model) -> Model:
             del base._forward_pre_hooks[key]
             base._forward_pre_hooks_with_kwargs.pop(key, None)
     del base._bft_traces, base._bft_config
-    unmark_config(model, base)
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {KEEP_FLOAT32}
         restore_methods(module)

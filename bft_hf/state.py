@@ -74,7 +74,7 @@ class BFTState(nn.Module):
 
         self._starts = self._start_values(readers, hidden_size, vocab_size)
         for name, start in self._starts.items():
-            self.register_parameter(name, nn.Parameter(start().to(device)))
+            self.register_parameter(name, nn.Parameter(start().to(device, torch.float32)))
 
     def _start_values(
         self, readers: dict[str, int], hidden_size: int, vocab_size: int
@@ -160,7 +160,7 @@ class BFTState(nn.Module):
             name = f"log_initial_{key}precision"
             table = getattr(self, name, None)
             if table is not None and table.shape[0] != rows:
-                resized = torch.full((rows,), table.detach().mean().item(), device=table.device)
+                resized = table.detach().mean().repeat(rows)
                 kept = min(rows, table.shape[0])
                 resized[:kept] = table.detach()[:kept]
                 setattr(self, name, nn.Parameter(resized, requires_grad=table.requires_grad))
@@ -185,7 +185,7 @@ class BFTState(nn.Module):
 
 def _normal(shape: tuple[int, ...], scale: float, seed: int) -> Tensor:
     # A generator of its own: patching neither reads nor moves the caller's random state.
-    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def state_dtype(hidden_states: Tensor) -> torch.dtype:

@@ -99,8 +99,8 @@ def layer_state(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -
         rows: Tokenized questions (`input_ids`, `labels`); their prompt is the part whose labels are -100.
 
     Returns:
-        "initial_precision" (the mean over its parameters), and "layers": "layer", "process_noise" (None in a layer
-        without) and "gain", the mean over the prompts' tokens.
+        "initial_precision", tau's mean over the prompts' tokens, and "layers": "layer", "process_noise" (None in a layer
+        without) and "gain", the mean over the same tokens.
     """
     import torch
 
@@ -122,24 +122,15 @@ def layer_state(model: Any, tokenizer: Any, rows: Sequence[Mapping[str, Any]]) -
         model(**batch)
     model.train(mode)
     seen = batch["attention_mask"].bool()
-    gains = [gain[seen].mean().item() for gain in trace.gain]
-    precision, noise = [], {}
+    noise = {}
     for name, parameter in bft_hf.bft_parameters(model).items():
-        layer = re.search(r"\.(\d+)\.bft\.", name)
-        if ".original_module." in name:
-            continue
-        value = parameter.detach().double().exp().mean().item()
-        if "process_noise" in name and layer:
-            noise[int(layer[1])] = value
-        elif "initial_precision" in name:
-            precision.append(value)
-    config = bft_hf.get_config(model)
-    indices = (config and config.layers) or range(len(gains))
+        if (layer := re.search(r"\.(\d+)\.bft\.(?:.*\.)?log_process_noise$", name)) is not None:
+            noise[int(layer[1])] = parameter.detach().double().exp().mean().item()
     return {
-        "initial_precision": sum(precision) / len(precision) if precision else None,
+        "initial_precision": trace.precision[0][seen].mean().item(),
         "layers": [
-            {"layer": index, "process_noise": noise.get(index), "gain": gain}
-            for index, gain in zip(indices, gains, strict=False)
+            {"layer": index, "process_noise": noise.get(index), "gain": gain[seen].mean().item()}
+            for index, gain in zip(trace.layers, trace.gain, strict=True)
         ],
     }
 

@@ -300,13 +300,15 @@ def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, 
     if (quantization := get_quantization_config(model_config)) is not None:
         options["quantization_config"] = quantization
     dtype = model_config.dtype
+    # TRL moved this flag from ModelConfig to SFTConfig after 1.6.
+    trust = getattr(training, "trust_remote_code", False) or getattr(model_config, "trust_remote_code", False)
     say(f"Loading {look.model}")
     set_seed(training.seed)
     with _as_usage_error(f"--model_name_or_path {look.model}: ", OSError), _as_usage_error("", ModelNotFound):
         return load_model_and_tokenizer(
             look.model,
             dtype=dtype if dtype in ("auto", None) else getattr(torch, dtype),
-            trust_remote_code=training.trust_remote_code,
+            trust_remote_code=trust,
             **options,
         )
 
@@ -480,7 +482,6 @@ class Arm:
         if str(getattr(self.training.eval_strategy, "value", self.training.eval_strategy)) != "no":
             evaluation = tokenize_questions(self.data.evaluation, tokenizer, self.training.max_length)
             evaluation = evaluation.select_columns(["input_ids", "labels"])
-        where = self.training.hub_model_id or self.training.output_dir
         with _as_usage_error("", ValueError, TypeError, ImportError, OSError):
             return BFTSFTTrainer(
                 model=model,
@@ -490,7 +491,7 @@ class Arm:
                 processing_class=tokenizer,
                 peft_config=peft_config,
                 bft_learning_rate=self.arguments.bft_learning_rate if method.patched else None,
-                card=lambda: card_text(results, where),
+                card=lambda where: card_text(results, where),
             )
 
     def _evaluate(self, model: Any, tokenizer: Any, desc: str) -> Any:

@@ -51,7 +51,7 @@ class BFTSFTTrainer(SFTTrainer):
         *args: SFTTrainer's. The model is an object, patched already: a name would be loaded by TRL with
             device_map="auto".
         bft_learning_rate: Peak learning rate of the group; None leaves every parameter where SFTTrainer puts it.
-        card: Returns the text of the model card, for `create_model_card`; None keeps TRL's.
+        card: Gives the text of the model card for the Hub id or folder where the model will be; None keeps TRL's.
         **kwargs: SFTTrainer's.
     """
 
@@ -59,7 +59,7 @@ class BFTSFTTrainer(SFTTrainer):
         self,
         *args: Any,
         bft_learning_rate: float | None = 2e-2,
-        card: Callable[[], str] | None = None,
+        card: Callable[[str], str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.bft_learning_rate = bft_learning_rate
@@ -82,7 +82,8 @@ class BFTSFTTrainer(SFTTrainer):
         if self.card is None:
             super().create_model_card(model_name, *args, **kwargs)
         elif self.is_world_process_zero():
-            Path(self.args.output_dir, "README.md").write_text(self.card(), encoding="utf-8")
+            where = getattr(self, "hub_model_id", None) or self.args.output_dir
+            Path(self.args.output_dir, "README.md").write_text(self.card(where), encoding="utf-8")
 
 
 def move_to_own_group(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:

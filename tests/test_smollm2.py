@@ -16,7 +16,7 @@ from bft_hf.recipes.questions import load_questions, tokenize_questions
 @pytest.fixture(scope="module")
 def questions(shared_data: Path, _smollm2: tuple[Any, Any]) -> list[dict[str, Any]]:
     """100 SQuAD questions with their first answers, tokenized, the longest first."""
-    rows = load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", limit=100, max_context_chars=700)
+    rows = load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", limit=100, max_context_chars=500)
     tokenized = [dict(row) for row in tokenize_questions(rows, _smollm2[1])]
     assert len(tokenized) == 100 and all(any(label != -100 for label in row["labels"]) for row in tokenized)
     return sorted(tokenized, key=lambda row: -len(row["input_ids"]))
@@ -60,11 +60,9 @@ def test_identity_start_keeps_the_answer_nll(smollm2: tuple[Any, Any], questions
     model, _ = smollm2
     plain = answer_nll(model, questions)
     found = {}
-    for name, config in {"identity": BFTConfig.identity(), "near identity": BFTConfig.identity(initial_process_noise=100.0)}.items():
+    for name, config in {"identity": BFTConfig.identity(), "unit": BFTConfig()}.items():
         with bft_hf.patched(model, config):
             found[name] = answer_nll(model, questions)
-    with bft_hf.patched(model):
-        found["unit"] = answer_nll(model, questions)
     print(f"\nanswer NLL on 100 questions: plain {plain:.4f}, " + ", ".join(f"{n} {v:.4f}" for n, v in found.items()))
     assert abs(found["identity"] - plain) < 0.005 * plain
     assert abs(found["identity"] - plain) < abs(found["unit"] - plain)
