@@ -46,6 +46,7 @@ METHODS: dict[str, Method] = {
     "sft": Method("plain supervised fine-tuning"),
 }
 DEFAULT_METHOD = "bft"
+DEMO_METHODS = ("sft", "bft")
 
 
 @dataclass
@@ -63,7 +64,7 @@ class SFTArguments:
         default=None,
         metadata={
             "help": f"{', '.join(f'{name} ({method.summary})' for name, method in METHODS.items())}. "
-            f"Default {DEFAULT_METHOD}; with --demo every one of them."
+            f"Default {DEFAULT_METHOD}; with --demo {' and '.join(DEMO_METHODS)}."
         },
     )
     dataset: str = field(
@@ -335,7 +336,7 @@ def parse(look: FirstLook, argv: Sequence[str] = ()) -> tuple[SFTArguments, Any,
         *parsed, rest = parser.parse_args_into_dataclasses(
             [*look.argv, *argv], return_remaining_strings=True, look_for_args_file=False
         )
-    except (ValueError, TypeError, KeyError, ImportError, NotImplementedError) as error:
+    except (ValueError, TypeError, KeyError, NotImplementedError) as error:
         if isinstance(error, UsageError):
             raise
         raise UsageError(one_line(error)) from error

@@ -20,6 +20,7 @@ go results.json, predictions.jsonl, the model or adapter with tau and Q, the tok
 
 import copy
 import dataclasses
+import gc
 import json
 import os
 import shlex
@@ -28,7 +29,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from .arguments import (
     BUNDLED_DATASETS,
     DEFAULT_EVAL_EXAMPLES,
     DEFAULT_METHOD,
+    DEMO_METHODS,
     METHODS,
     FirstLook,
     SFTArguments,
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 
     from bft_hf import BFTConfig
 
+INSTALL = "packages are missing, pip install 'bft-hf[sft]' brings them: "
 GAIN_PROMPTS = 8
 EVALUATION_SEED = 0
 
@@ -85,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asked = vars(light_parser().parse_known_args(argv)[0])
         if "help" in asked or "help_all" in asked:
-            print_help(everything="help_all" in asked)
+            with _as_usage_error(INSTALL, ImportError):
+                print_help(everything="help_all" in asked)
             return 0
         with _quiet():
             _run(first_look(argv), shlex.join(["bft-sft", *argv]))
@@ -121,21 +125,19 @@ def _as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
 def _run(look: FirstLook, command: str) -> None:
     methods = [look.arguments.method or DEFAULT_METHOD]
     if look.arguments.demo and look.arguments.method is None:
-        methods = list(METHODS)[::-1]
+        methods = list(DEMO_METHODS)
     folder = os.path.expanduser(look.output_dir or default_output_dir(look, methods[0]))
     # A second `bft-sft --demo` replaces the first one's results without being asked.
     replace = look.arguments.overwrite or (look.output_dir is None and look.arguments.demo)
     check_output_dir(folder, overwrite=replace, resume=look.resume)
     check_hub(look, check_sources(look))
     with _removed_on_refusal(folder):
-        with _as_usage_error("bft-sft needs more packages, pip install 'bft-hf[sft]': ", ImportError):
-            say("Importing the training libraries")
-            import datasets  # noqa: F401
-            import trl  # noqa: F401
-        arms = [
-            (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
-            for method in methods
-        ]
+        say("Importing the training libraries")
+        with _as_usage_error(INSTALL, ImportError):
+            arms = [
+                (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
+                for method in methods
+            ]
         resumed = [_resume_path(training, method) for method, _, training, _ in arms]
         data = load_data(look, arms[0][1], arms[0][2])
         loaded = load_model(look, arms[0][2], arms[0][3])
@@ -148,6 +150,7 @@ def _run(look: FirstLook, command: str) -> None:
             last = method == methods[-1]
             arm = Arm(method, look, arguments, training, model_config, data, command)
             results[method] = arm.run(loaded[0] if last else copy.deepcopy(loaded[0]), loaded[1], resume)
+            gc.collect()  # trainer and model refer to each other, and the next arm needs the room
         if len(arms) > 1:
             write_json(Path(folder, "results.json"), {"format": RESULTS_FORMAT, "command": command, "arms": results})
     report(results, look)
@@ -166,8 +169,12 @@ def _removed_on_refusal(folder: str) -> Iterator[None]:
     try:
         yield
     except UsageError:
-        if new and not Path(folder, "results.json").exists():
-            shutil.rmtree(new[-1], ignore_errors=True)
+        kept = [*path.rglob("results.json"), *path.rglob("checkpoint-*")]
+        if path in new and not kept:
+            shutil.rmtree(path, ignore_errors=True)
+            with suppress(OSError):  # another run may have put its own folder beside this one
+                for parent in new[1:]:
+                    parent.rmdir()
         raise
 
 
@@ -457,10 +464,10 @@ class Arm:
         return rows.select_columns(["input_ids", "labels"]), noise
 
     def _prompts(self, tokenizer: Any) -> list[dict[str, Any]]:
-        from .questions import tokenize_questions
+        from .questions import tokenize_example
 
         few = self.data.evaluation.select(range(min(GAIN_PROMPTS, len(self.data.evaluation))))
-        return list(tokenize_questions(few, tokenizer, self.training.max_length))
+        return [tokenize_example(tokenizer, row, self.training.max_length) for row in few]
 
     def _trainer(self, model: Any, tokenizer: Any, rows: "Dataset", results: dict[str, Any]) -> Any:
         from trl import get_peft_config

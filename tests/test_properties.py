@@ -69,3 +69,23 @@ def test_patching_leaves_the_random_state_alone() -> None:
     torch.manual_seed(3)
     bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="mlp"))
     assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values_with_a_large_mean_move_the_gain_little(dtype: torch.dtype) -> None:
+    """The expanded square loses all digits of RSS here, but an error e of RSS / m2 moves K by at most lam e / n."""
+    model = bft_hf.patch(make_tiny_llama(attention_bias=True))
+    ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        value = model.model.layers[0].self_attn.v_proj
+        value.bias.fill_(30 * value(model.model.layers[0].input_layernorm(model.get_input_embeddings()(ids))).std())
+    gains = {}
+    for kind in (torch.float64, dtype):
+        with torch.no_grad(), bft_hf.record(model.to(kind)) as trace:
+            model(ids)
+        gains[kind] = trace.gain[0].double()
+        residual = trace.residual_variance[0]
+        model.to(torch.float64)
+    assert (residual == 0).any(), "the values are not far enough from zero for this test to mean anything"
+    assert (gains[torch.float64] - gains[dtype]).abs().max() < 0.02
+    assert gains[torch.float64].std() > 0.05
