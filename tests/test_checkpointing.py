@@ -62,7 +62,9 @@ def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
     for name, gradient in expected.items():
         scale = gradient.abs().max().item()
         assert scale > 0, f"{name} is dead"
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-6, atol=1e-6 * scale, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ours[name], gradient, rtol=1e-6, atol=1e-6 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 class Runs:
@@ -147,7 +149,9 @@ def test_frozen_base_with_lora(use_reentrant: bool, tiny_llama: Callable[..., An
     model = moved(bft_hf.patch(tiny_llama()))
     model = get_peft_model(
         model,
-        LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, modules_to_save=["bft"], task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=2, target_modules="all-linear", init_lora_weights=False, modules_to_save=["bft"], task_type="CAUSAL_LM"
+        ),
     )
     model.enable_input_require_grads()
     expected = gradients(model)
@@ -205,7 +209,14 @@ def test_recomputation_is_not_recorded(use_reentrant: bool | None, tiny_llama: C
     with bft_hf.record(model) as trace:
         loss = model(IDS, attention_mask=MASK, labels=LABELS).loss
         loss.backward()
-    for name in ("precision", "gain", "jacobian", "effective_sample_size", "residual_variance", "observation_precision"):
+    for name in (
+        "precision",
+        "gain",
+        "jacobian",
+        "effective_sample_size",
+        "residual_variance",
+        "observation_precision",
+    ):
         assert len(getattr(trace, name)) == 3
         for ours, expected in zip(getattr(trace, name), getattr(once, name), strict=True):
             assert not ours.requires_grad

@@ -41,7 +41,9 @@ def tiny_batch() -> dict[str, torch.Tensor]:
 
 
 def settings(**fields: Any) -> GenerationConfig:
-    return GenerationConfig(**({"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0} | fields))
+    return GenerationConfig(
+        **({"do_sample": False, "max_new_tokens": 16, "min_new_tokens": 16, "pad_token_id": 0} | fields)
+    )
 
 
 def greedy_by_full_passes(model: Any, inputs: dict[str, torch.Tensor], steps: int) -> torch.Tensor:
@@ -84,7 +86,9 @@ def test_batch_of_one_and_rows_of_a_padded_batch_agree(cache: str, tiny_llama: C
     inputs = tiny_batch()
     together = model.generate(**inputs, generation_config=settings(cache_implementation=cache))[:, 7:]
     for row, pads in enumerate((0, 2, 5)):
-        alone = model.generate(inputs["input_ids"][row : row + 1, pads:], generation_config=settings(cache_implementation=cache))
+        alone = model.generate(
+            inputs["input_ids"][row : row + 1, pads:], generation_config=settings(cache_implementation=cache)
+        )
         assert torch.equal(alone[0, 7 - pads :], together[row])
     assert len({tuple(row.tolist()) for row in together}) == 3
 
@@ -96,7 +100,9 @@ def test_beams_with_a_cache_equal_beams_without(cache: str, tiny_llama: Callable
     without = model.generate(**tiny_batch(), generation_config=settings(use_cache=False, **fields))
     cached = model.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache, **fields))
     assert torch.equal(cached, without)
-    assert not torch.equal(without[::3], model.generate(**tiny_batch(), generation_config=settings()))  # beams do search
+    assert not torch.equal(
+        without[::3], model.generate(**tiny_batch(), generation_config=settings())
+    )  # beams do search
 
 
 CONFIGS = {
@@ -120,7 +126,9 @@ def test_every_setting_decodes_with_a_cache_as_without(name: str, tiny_llama: Ca
     moved(bft_hf.patch(model, CONFIGS[name]))
     expected = greedy_by_full_passes(model, tiny_batch(), 16)
     for cache in ("dynamic", "static"):
-        assert torch.equal(model.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache)), expected)
+        assert torch.equal(
+            model.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache)), expected
+        )
     assert not torch.equal(plain, expected)
 
 
@@ -232,13 +240,16 @@ def test_stories260k_greedy_and_beams_on_real_text(stories: tuple[Any, Any]) -> 
     expected = greedy_by_full_passes(model, inputs, 24)
     fields: dict[str, Any] = {"max_new_tokens": 24, "min_new_tokens": 24}
     for cache in ("dynamic", "static"):
-        assert torch.equal(model.generate(**inputs, generation_config=settings(cache_implementation=cache, **fields)), expected)
+        assert torch.equal(
+            model.generate(**inputs, generation_config=settings(cache_implementation=cache, **fields)), expected
+        )
     for row, prompt in enumerate(PROMPTS):
         alone = tokenizer(prompt, return_tensors="pt")["input_ids"]
         new = model.generate(alone, generation_config=settings(**fields))[0, alone.shape[1] :]
         assert torch.equal(new, expected[row, width:])
     beams = [
-        model.generate(**inputs, generation_config=settings(num_beams=3, use_cache=cached, **fields)) for cached in (True, False)
+        model.generate(**inputs, generation_config=settings(num_beams=3, use_cache=cached, **fields))
+        for cached in (True, False)
     ]
     assert torch.equal(*beams)
     text = tokenizer.batch_decode(expected[:, width:])

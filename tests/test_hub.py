@@ -87,7 +87,9 @@ for name in ("AutoModelForCausalLM", "LlamaForCausalLM"):
 """
 
 
-def test_fresh_process_loads_a_patched_model_by_auto_and_concrete_class(saved: tuple[Any, Path], tmp_path: Path) -> None:
+def test_fresh_process_loads_a_patched_model_by_auto_and_concrete_class(
+    saved: tuple[Any, Path], tmp_path: Path
+) -> None:
     model, folder = saved
     torch.save({"state": model.state_dict(), "ids": IDS, "logits": answer(model)}, tmp_path / "expected.pt")
     patched = LOAD.format(imports="import bft_hf") + "    assert bft_hf.is_patched(model)\n"
@@ -289,7 +291,10 @@ def test_auto_config_and_auto_tokenizer_read_the_folder(saved: tuple[Any, Path],
     assert config.model_type == "llama" and config.bft_config == CONFIG.to_dict()
     AutoTokenizer.from_pretrained(stories260k).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(tokenizer("Once upon a time").input_ids, skip_special_tokens=True).strip() == "Once upon a time"
+    assert (
+        tokenizer.decode(tokenizer("Once upon a time").input_ids, skip_special_tokens=True).strip()
+        == "Once upon a time"
+    )
 
 
 @pytest.mark.parametrize("loaded_before", [False, True])
@@ -315,7 +320,9 @@ def test_config_passed_by_hand_loads_patched(saved: tuple[Any, Path]) -> None:
     model, folder = saved
     config = AutoConfig.from_pretrained(folder)
     assert_same_model(AutoModelForCausalLM.from_pretrained(folder, config=config), model)
-    loaded = AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder), attn_implementation="eager")
+    loaded = AutoModelForCausalLM.from_pretrained(
+        folder, config=AutoConfig.from_pretrained(folder), attn_implementation="eager"
+    )
     assert loaded.config._attn_implementation == "eager" and bft_hf.is_patched(loaded)
     torch.testing.assert_close(answer(loaded), answer(model), rtol=1e-5, atol=2e-5)
 
@@ -342,7 +349,13 @@ def test_model_trained_on_by_trainer_comes_back(tiny_llama: Callable[..., Any], 
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(3, 1)]
     arguments = TrainingArguments(
-        str(tmp_path), max_steps=3, per_device_train_batch_size=2, save_steps=2, report_to="none", use_cpu=True, disable_tqdm=True
+        str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=2,
+        save_steps=2,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
     )
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-3, 5e-2), fused=True)
     trainer = Trainer(model, arguments, train_dataset=rows, optimizers=(optimizer, None))
@@ -380,7 +393,9 @@ def test_loaded_model_trains_under_trainer(saved: tuple[Any, Path], tmp_path: Pa
     assert_same_model(resumed, whole)
 
 
-def test_state_dict_survives_torch_save(saved: tuple[Any, Path], tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_state_dict_survives_torch_save(
+    saved: tuple[Any, Path], tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
     model, _ = saved
     torch.save(model.state_dict(), tmp_path / "state.pt")
     fresh = bft_hf.patch(tiny_llama(seed=5), CONFIG)

@@ -26,7 +26,13 @@ from transformers import (
 import bft_hf
 from bft_hf import BFTConfig
 
-HEADS = [LlamaModel, LlamaForCausalLM, LlamaForSequenceClassification, LlamaForTokenClassification, LlamaForQuestionAnswering]
+HEADS = [
+    LlamaModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    LlamaForQuestionAnswering,
+]
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(3))
 MASK = torch.ones_like(IDS)
 MASK[1, :4] = 0
@@ -86,7 +92,10 @@ def test_classes_are_subclasses_of_what_they_were(tiny_llama: Callable[..., Any]
         assert isinstance(ours, type(theirs)), name
     layer = model.model.layers[0]
     assert type(layer) is not type(plain.model.layers[0])
-    assert type(layer).__qualname__ == "LlamaDecoderLayer" and type(layer).__module__ == type(plain.model.layers[0]).__module__
+    assert (
+        type(layer).__qualname__ == "LlamaDecoderLayer"
+        and type(layer).__module__ == type(plain.model.layers[0]).__module__
+    )
 
 
 def test_patch_three_times_unpatch_once(tiny_llama: Callable[..., Any]) -> None:
@@ -359,7 +368,9 @@ def test_a_spawned_worker_runs_the_filter(tiny_llama: Callable[..., Any]) -> Non
     assert len(gains) == 3 and (gains[0] < 0.99).any()
 
 
-def test_unpickling_in_a_process_that_never_patched_runs_the_filter(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_unpickling_in_a_process_that_never_patched_runs_the_filter(
+    tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
     import subprocess
     import sys
 

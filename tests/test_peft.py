@@ -76,9 +76,13 @@ def test_trained_tau_and_q_are_what_the_filter_uses(adapted: Any) -> None:
     assert abs(tau.item() - 1) > 0.02
 
 
-def test_adapter_folder_holds_them_and_they_come_back(adapted: Any, tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+def test_adapter_folder_holds_them_and_they_come_back(
+    adapted: Any, tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
     adapted.save_pretrained(tmp_path)
-    stored = {name: value for name, value in load_file(tmp_path / "adapter_model.safetensors").items() if ".bft." in name}
+    stored = {
+        name: value for name, value in load_file(tmp_path / "adapter_model.safetensors").items() if ".bft." in name
+    }
     trained = [p.detach() for p in bft_hf.bft_parameters(adapted).values()]
     assert len(stored) == 3 and sorted(v.item() for v in stored.values()) == sorted(p.item() for p in trained)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["bft"]

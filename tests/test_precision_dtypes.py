@@ -61,7 +61,8 @@ def test_residual_stream_and_logits_keep_the_models_dtype(
 
 
 @pytest.mark.parametrize(
-    "cast", [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float16)]
+    "cast",
+    [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float16)],
 )
 def test_casts_leave_tau_and_q_exact_in_float32(cast: Callable[[Any], Any], tiny_llama: Callable[..., Any]) -> None:
     model = bft_hf.patch(tiny_llama(), BFTConfig(initial_precision="mlp"))
@@ -72,7 +73,11 @@ def test_casts_leave_tau_and_q_exact_in_float32(cast: Callable[[Any], Any], tiny
     identities = {name: id(p) for name, p in bft_hf.bft_parameters(model).items()}
     cast(model)
     for name, parameter in bft_hf.bft_parameters(model).items():
-        assert parameter.dtype == torch.float32 and torch.equal(parameter, before[name]) and id(parameter) == identities[name]
+        assert (
+            parameter.dtype == torch.float32
+            and torch.equal(parameter, before[name])
+            and id(parameter) == identities[name]
+        )
     assert {p.dtype for p in model.model.layers[0].mlp.parameters()} < {torch.float16, torch.bfloat16}
     assert not torch.equal(before["model.layers.0.bft.log_process_noise"].half().float(), torch.tensor([0.12345678]))
     run(model.float())
@@ -131,7 +136,9 @@ def test_a_single_token_has_one_observation(name: str, dtype: torch.dtype, tiny_
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
-def test_values_that_are_all_alike_have_no_residual_variance(dtype: torch.dtype, tiny_llama: Callable[..., Any]) -> None:
+def test_values_that_are_all_alike_have_no_residual_variance(
+    dtype: torch.dtype, tiny_llama: Callable[..., Any]
+) -> None:
     model = tiny_llama(dtype=dtype, attention_bias=True)
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.v_proj.weight)
@@ -190,7 +197,9 @@ def test_half_precision_follows_float32_whatever_q(
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_generation_in_half_precision_agrees_with_the_row_alone(dtype: torch.dtype, tiny_llama: Callable[..., Any]) -> None:
+def test_generation_in_half_precision_agrees_with_the_row_alone(
+    dtype: torch.dtype, tiny_llama: Callable[..., Any]
+) -> None:
     model = halved(bft_hf.patch(tiny_llama()), dtype)
     positions = (MASK.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -212,7 +221,14 @@ def test_autocast_keeps_the_filter_in_float32(name: str, dtype: torch.dtype, tin
             output = run(model)
     assert [h.dtype for h in output.hidden_states] == [h.dtype for h in expected.hidden_states]
     assert output.logits.dtype == expected.logits.dtype and output.logits.isfinite().all()
-    for field in ("precision", "observation_precision", "gain", "updated_precision", "jacobian", "effective_sample_size"):
+    for field in (
+        "precision",
+        "observation_precision",
+        "gain",
+        "updated_precision",
+        "jacobian",
+        "effective_sample_size",
+    ):
         for value in getattr(trace, field):
             assert value.dtype == torch.float32, field
     # Nor may they have passed through half precision on the way.
@@ -233,9 +249,13 @@ def test_coefficients_made_under_autocast_are_those_made_outside(tiny_llama: Cal
 
 
 @pytest.mark.parametrize("sample_size", ["probe", "exact"])
-def test_sample_sizes_and_tau_under_autocast_are_near_float32s(sample_size: str, tiny_llama: Callable[..., Any]) -> None:
+def test_sample_sizes_and_tau_under_autocast_are_near_float32s(
+    sample_size: str, tiny_llama: Callable[..., Any]
+) -> None:
     """Scores of a few units, rounded to bfloat16, would be off by a hundredth and the weights with them."""
-    model = bft_hf.patch(tiny_llama(num_hidden_layers=1), BFTConfig(effective_sample_size=sample_size, initial_precision="mlp"))
+    model = bft_hf.patch(
+        tiny_llama(num_hidden_layers=1), BFTConfig(effective_sample_size=sample_size, initial_precision="mlp")
+    )
     captured: dict[str, torch.Tensor] = {}
     attention = bft_hf.attention.KrigingCall.read
 
@@ -290,7 +310,7 @@ def test_training_under_autocast_gives_every_parameter_a_float32_gradient(tiny_l
     half = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     model(input_ids=IDS, attention_mask=MASK, labels=labels).loss.backward()
-    for name, parameter in model.named_parameters():
+    for name in half:
         assert half[name].dtype == torch.float32 and half[name].isfinite().all() and half[name].abs().max() > 0
     ours = [name for name in half if ".bft." in name]
     for name in ours:

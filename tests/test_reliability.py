@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 import bft_hf
 from bft_hf import BFTConfig
 
-CONFIGS = [
-    BFTConfig(),
-    BFTConfig(effective_sample_size="exact"),
-    BFTConfig(kriging=False),
-    BFTConfig(granularity="channel"),
-    BFTConfig(prior_scale="neighbours", observation_units="absolute"),
-]
+CONFIGS = {
+    "default": BFTConfig(),
+    "exact": BFTConfig(effective_sample_size="exact"),
+    "no-kriging": BFTConfig(kriging=False),
+    "channel": BFTConfig(granularity="channel"),
+    "neighbours": BFTConfig(prior_scale="neighbours", observation_units="absolute"),
+}
 
 
 def prompt() -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,7 +30,7 @@ def prompt() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(hash(config) % 9973))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_zero_is_masking_the_key_at_the_same_positions(config: BFTConfig, implementation: str) -> None:
     model = bft_hf.patch(make_tiny_llama(attn_implementation=implementation), config)
     ids, reliability = prompt()
@@ -42,7 +42,7 @@ def test_zero_is_masking_the_key_at_the_same_positions(config: BFTConfig, implem
     assert (hidden - model(ids, position_ids=positions).logits)[seen].abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(hash(config) % 9973))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_one_changes_nothing_and_a_half_something(config: BFTConfig) -> None:
     model = bft_hf.patch(make_tiny_llama(), config)
     ids, _ = prompt()
@@ -73,7 +73,7 @@ def test_gradients_stay_finite_with_hidden_keys() -> None:
 
 
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(hash(config) % 9973))
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_cached_decoding_equals_one_pass(config: BFTConfig, static: bool) -> None:
     model = bft_hf.patch(make_tiny_llama(), config)
     ids, reliability = prompt()

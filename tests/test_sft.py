@@ -190,6 +190,18 @@ def test_adapter_file_holds_trained_tau_and_q(make_arm: Any, tiny_llama: Any, to
     assert len(stored) == 3 and all(abs(value.item()) > 1e-3 for value in stored.values())
 
 
+def test_card_names_the_hub_id_when_there_is_one(
+    make_arm: Any, tiny_llama: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    trainer = make_trainer(make_arm("bft"), tiny_llama(vocab_size=512), tokenizer)
+    trainer.create_model_card()
+    card = tmp_path / "out" / "README.md"
+    assert f"from_pretrained('{tmp_path / 'out'}')" in card.read_text() and "import bft_hf" in card.read_text()
+    trainer.hub_model_id = "someone/squad-bft"
+    trainer.create_model_card(model_name="ignored")
+    assert "from_pretrained('someone/squad-bft')" in card.read_text()
+
+
 def test_defaults_follow_the_device(tmp_path: Path) -> None:
     config = BFTSFTConfig(str(tmp_path), use_cpu=True)
     assert config.bf16 is False and config.gradient_checkpointing is False

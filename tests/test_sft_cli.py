@@ -284,6 +284,24 @@ def test_bad_input_is_one_line_and_status_2(
     assert sorted(broken.rglob("*")) == before
 
 
+def test_missing_packages_are_named(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert main(["--help-all"]) == main(["--demo", "--output_dir", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("pip install 'bft-hf[sft]'") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_refusal_takes_no_other_run_along(tmp_path: Path, questions: str, tiny: str) -> None:
+    argv = ["--model_name_or_path", tiny, "--dataset", questions, "--train_examples", "1000"]
+    assert main([*argv, "--output_dir", str(tmp_path / "runs" / "one")]) == 2
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "runs" / "two").mkdir(parents=True)
+    assert main([*argv, "--output_dir", str(tmp_path / "runs" / "one")]) == 2
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["two"]
+
+
 def test_offline_without_demo_names_both_ways_out() -> None:
     """In a process of its own: the exit status, no traceback, nothing else on stderr, and soon."""
     environment = {key: value for key, value in os.environ.items() if key not in ("HF_HUB_OFFLINE", "HF_ENDPOINT")}

@@ -16,7 +16,9 @@ from bft_hf.recipes.questions import load_questions, tokenize_questions
 @pytest.fixture(scope="module")
 def questions(shared_data: Path, _smollm2: tuple[Any, Any]) -> list[dict[str, Any]]:
     """100 SQuAD questions with their first answers, tokenized, the longest first."""
-    rows = load_questions(str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", limit=100, max_context_chars=500)
+    rows = load_questions(
+        str(shared_data / "squad" / "dev-v1.1-a.json.gz"), split="all", limit=100, max_context_chars=500
+    )
     tokenized = [dict(row) for row in tokenize_questions(rows, _smollm2[1])]
     assert len(tokenized) == 100 and all(any(label != -100 for label in row["labels"]) for row in tokenized)
     return sorted(tokenized, key=lambda row: -len(row["input_ids"]))
@@ -29,7 +31,12 @@ def left_padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         start = width - len(row["input_ids"])
         ids[i, start:], labels[i, start:] = torch.tensor(row["input_ids"]), torch.tensor(row["labels"])
         mask[i, start:] = 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": labels,
+        "position_ids": (mask.cumsum(-1) - 1).clamp_min(0),
+    }
 
 
 @torch.inference_mode()
