@@ -59,7 +59,8 @@ class KrigingCall:
     Args:
         config: the model's BFT settings.
         stream: the running forward pass.
-        layer_index: index of the decoder layer.
+        slot: which patched layer this is.
+        layers: indices of all patched layers.
         position_ids: (batch or 1, token).
         key_bias: log lam_bar of the tokens as keys, near zero, (batch, token); None without kriging.
         reliability: rho of the tokens, (batch, token); None is 1 everywhere.
@@ -70,7 +71,8 @@ class KrigingCall:
         self,
         config: BFTConfig,
         stream: Stream,
-        layer_index: int,
+        slot: int,
+        layers: tuple[int, ...],
         position_ids: Tensor,
         key_bias: Tensor | None,
         reliability: Tensor | None = None,
@@ -78,7 +80,8 @@ class KrigingCall:
     ) -> None:
         self.config = config
         self.stream = stream
-        self.layer_index = layer_index
+        self.slot = slot
+        self.layers = layers
         self.position_ids = position_ids
         self.key_bias = key_bias
         self.unreliable: Tensor | None = None
@@ -120,7 +123,7 @@ class KrigingCall:
         else:
             moment = power.square()
         extra_value = [(moment * _moment_scale(value.dtype)).to(value.dtype)]
-        signs = self.estimator.channels(self.layer_index, self.position_ids, heads)
+        signs = self.estimator.channels(self.stream, self.slot, self.layers, self.position_ids, heads)
         if signs is not None:
             extra_value.append(signs.to(value.dtype).expand(batch, -1, -1, -1))
         if self.key_variance is not None:

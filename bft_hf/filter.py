@@ -8,7 +8,7 @@ float32 (float64 where the model is); nothing here knows transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -182,19 +182,27 @@ def probe_signs(
     """Fixed pseudo-random signs r_j = +-1 of the value channels that estimate sum_j w_j^2.
 
     A sign is a hash of (layer, position, head, probe), never of the cache slot: a left-padded row gets the signs of the
-    same row alone, and cached decoding those of a full pass. The arithmetic stays below 2^63, so it is the same everywhere.
+    same row alone, and cached decoding those of a full pass.
 
     Args:
         layer_index: index of the decoder layer.
         position_ids: positions of the keys.
         num_heads: key/value heads; query heads that share one share its signs.
-        num_probes: m, at most 31.
+        num_probes: m, at most 32.
     """
-    heads = torch.arange(num_heads, device=position_ids.device)
-    salt = _mix(heads + (layer_index * 8191 + 1))
-    bits = _mix(_mix(position_ids[:, None, :]) ^ salt[None, :, None])
+    bits = probe_bits([layer_index], position_ids, num_heads)[0]
     probes = torch.arange(num_probes, device=position_ids.device)
     return ((bits.unsqueeze(-1) >> probes) & 1).to(torch.float32) * 2 - 1
+
+
+def probe_bits(
+    layer_indices: Sequence[int], position_ids: Int[Tensor, "batch token"], num_heads: int
+) -> Int[Tensor, "layer batch head token"]:
+    """32 bits for every layer, head and position: bit m is the sign of probe m. The arithmetic stays below 2^63."""
+    layers = torch.tensor(layer_indices, device=position_ids.device)
+    heads = torch.arange(num_heads, device=position_ids.device)
+    salt = _mix(heads + (layers * 8191 + 1).unsqueeze(-1))
+    return _mix(_mix(position_ids)[None, :, None, :] ^ salt[:, None, :, None])
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -157,7 +157,9 @@ class BFTDecoderLayer(InPlaceSubclass):
         if state.config.prior_scale == "neighbours":
             key_variance = 1 / filter.mean_precision(precisions[0])
         reliability = stream.reliability(hidden_states.shape[1])
-        return KrigingCall(state.config, stream, state.layer_index, position_ids, key_bias, reliability, key_variance)
+        return KrigingCall(
+            state.config, stream, state.slot, state.layers, position_ids, key_bias, reliability, key_variance
+        )
 
     def _observe(self, call: KrigingCall, attention: nn.Module) -> filter.Observation:
         assert call.output is not None, "the attention did not call its attention function"

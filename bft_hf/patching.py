@@ -56,7 +56,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         layer = base.layers[index]
         device = execution_device(getattr(layer, architecture.input_norm))
         state = BFTState(
-            config, architecture, index, slot, len(indices), base.config.hidden_size, embeddings.num_embeddings, device
+            config, architecture, indices, slot, base.config.hidden_size, embeddings.num_embeddings, device
         )
         state.train(layer.training)
         layer.add_module("bft", state)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .filter import probe_effective_sample_size, probe_signs
+from .filter import probe_bits, probe_effective_sample_size
 from .state import full_precision
-from .stream import mask_to_bool
+from .stream import Stream, mask_to_bool
 
 NUM_PROBES = 7
 """m: with the moment channel they fill the eight channels by which the values are widened, so they cost nothing more."""
@@ -23,9 +23,17 @@ class Probe:
 
     num_channels = NUM_PROBES
 
-    def channels(self, layer_index: int, position_ids: Tensor, num_heads: int) -> Tensor:
-        """Signs (batch, head, token, num_channels) to append to the values."""
-        return probe_signs(layer_index, position_ids, num_heads, self.num_channels)
+    def channels(
+        self, stream: Stream, slot: int, layers: tuple[int, ...], position_ids: Tensor, num_heads: int
+    ) -> Tensor:
+        """Signs (batch, head, token, num_channels) to append to the values; the hashes of all layers are made at once."""
+        if stream.sign_bits is None:
+            bits = probe_bits(layers, position_ids, num_heads) & ((1 << self.num_channels) - 1)
+            stream.sign_bits = bits.to(torch.uint8 if self.num_channels <= 8 else torch.int64)
+        bits = stream.sign_bits[slot].unsqueeze(-1)
+        return ((bits >> torch.arange(self.num_channels, dtype=bits.dtype, device=bits.device)) & 1).to(
+            torch.float32
+        ) * 2 - 1
 
     def read(self, projections: Tensor, visible_keys: Tensor, **_: Any) -> Tensor:
         """n (batch, token, head) from what the sign channels came back as, (batch, token, head, num_channels)."""
@@ -37,9 +45,8 @@ class Exact:
 
     num_channels = 0
 
-    def channels(self, layer_index: int, position_ids: Tensor, num_heads: int) -> None:
+    def channels(self, *_: Any) -> None:
         """No channels are needed."""
-        return None
 
     def read(
         self,

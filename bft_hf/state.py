@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -32,9 +32,8 @@ class BFTState(nn.Module):
     Args:
         config: the model's BFT settings.
         architecture: the family's anatomy.
-        layer_index: index of the decoder layer.
-        slot: which patched layer this is, counted from 0.
-        num_slots: how many layers are patched. The last has no process noise: nothing reads what it would predict.
+        layers: indices of the patched layers. The last has no process noise: nothing reads what it would predict.
+        slot: which of them this is, counted from 0.
         hidden_size: C.
         vocab_size: rows of the table, with initial_precision "table".
         device: where the parameters live.
@@ -44,9 +43,8 @@ class BFTState(nn.Module):
         self,
         config: BFTConfig,
         architecture: Architecture,
-        layer_index: int,
+        layers: Sequence[int],
         slot: int,
-        num_slots: int,
         hidden_size: int,
         vocab_size: int,
         device: torch.device | None = None,
@@ -54,10 +52,12 @@ class BFTState(nn.Module):
         super().__init__()
         self.config = config
         self.architecture = architecture
-        self.layer_index = layer_index
+        self.layers = tuple(layers)
+        self.layer_index = layers[slot]
         self.slot = slot
         self.coefficients = DerivedFromWeights()
         self.output_weight = DerivedFromWeights()
+        num_slots = len(layers)
         self.predicts = config.propagate and slot < num_slots - 1
 
         # Which slots read a precision so that it shows: as the prior of a gain and as a key's weight all do; as the variance

@@ -27,6 +27,7 @@ class Stream:
 
     Attributes:
         log_scale: by slot, about the size of log lam_bar there: a constant of the parameters, by which key biases are shifted.
+        sign_bits: the probes' signs of all patched layers as bits, (layer, batch or 1, kv_head, token).
         grad_enabled: whether the pass began with gradients.
         in_checkpoint: whether a layer runs within the model's own activation checkpointing.
     """
@@ -37,6 +38,7 @@ class Stream:
         self.traces = traces
         self.input_ids = input_ids
         self.token_reliability = token_reliability
+        self.sign_bits: Tensor | None = None
         self.log_scale: dict[int, Tensor | float] = {}
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False

@@ -78,6 +78,9 @@ def weight_state(module: nn.Module) -> tuple[Any, ...]:
     A weak reference equals another as long as both are alive and of the same tensor: a new tensor may come to stand at the
     address, and get the id, of one that was freed.
     """
+    if type(module) is nn.Linear:
+        weight = module.weight
+        return _Identity(weight), weight.data_ptr(), weight._version
     tensors = tuple((_Identity(tensor), tensor.data_ptr(), tensor._version) for tensor in module.parameters())
     if not hasattr(module, "get_base_layer"):
         return tensors

@@ -332,16 +332,12 @@ def test_a_plain_models_config_cannot_load_a_patched_folder_as_plain(
     loader: Any, saved: tuple[Any, Path], tiny_llama: Callable[..., Any]
 ) -> None:
     model, folder = saved
-    try:
-        loaded = loader.from_pretrained(folder, config=tiny_llama().config)
-    except Exception as error:
-        assert "bft" in str(error)
+    # No config.json is read then, so nothing of ours runs: patched or not, the tensors must not vanish unreported.
+    loaded, info = loader.from_pretrained(folder, config=tiny_llama().config, output_loading_info=True)
+    if bft_hf.is_patched(loaded):
+        assert_same_model(loaded, model)
     else:
-        if bft_hf.is_patched(loaded):
-            assert_same_model(loaded, model)
-        else:  # transformers reads no config.json then; nothing of ours runs. The keys must at least be reported.
-            _, info = loader.from_pretrained(folder, config=tiny_llama().config, output_loading_info=True)
-            assert any(".bft." in key for key in info["unexpected_keys"])
+        assert sum(".bft." in key for key in info["unexpected_keys"]) == 3
 
 
 def test_model_trained_on_by_trainer_comes_back(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:

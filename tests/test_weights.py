@@ -333,3 +333,18 @@ def test_output_weight_behind_absolute_units_is_renewed(tiny_llama: Callable[...
         for ours, theirs in zip(off, observed(copy.deepcopy(adapted)), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
     assert all((ours - theirs).abs().max() > 1e-4 for ours, theirs in zip(on, off, strict=True))
+
+
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+@pytest.mark.parametrize("units", ["relative", "absolute"])
+def test_what_an_evaluation_in_inference_mode_cached_serves_training(
+    units: str, granularity: str, tiny_llama: Callable[..., Any]
+) -> None:
+    model = bft_hf.patch(tiny_llama(), BFTConfig(granularity=granularity, observation_units=units))
+    fresh = copy.deepcopy(model)
+    with torch.inference_mode():
+        model(input_ids=IDS)
+    for one in (model, fresh):
+        one(input_ids=IDS, labels=IDS).loss.backward()
+    for (name, ours), theirs in zip(model.named_parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")

@@ -71,7 +71,8 @@ class Patcher(Seeds):
 
         @functools.wraps(start)
         def count(*args: Any, **kwargs: Any) -> None:
-            self.passes += 1
+            if not torch.compiler.is_compiling():  # Dynamo cannot trace a plugin
+                self.passes += 1
             start(*args, **kwargs)
 
         stream.Stream.__init__ = count  # type: ignore[method-assign]

@@ -33,7 +33,9 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "upstream"
 MODES = ("plain", "patched", "moved")
 
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {
+    "test_past_key_values_format": "wants keys of the config's head_dim; ours carry the filter's channels too",
+}
 """Tests that pass plain and may fail patched, each with the reason."""
 
 STUBS = {
