@@ -19,6 +19,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .compat import SizeCheck
 from .config import BFTConfig
 from .offload import keep_resident
 from .state import BFTState
@@ -94,6 +95,7 @@ class BFTCheckpointLoader(HfQuantizer):
         bft_config = BFTConfig.from_dict(config.bft_config)
         del config.bft_config
         patch(model, bft_config)
+        SizeCheck(model)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

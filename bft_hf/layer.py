@@ -63,6 +63,14 @@ class BFTDecoderLayer(InPlaceSubclass):
     """A decoder layer as observe, update, predict; a mixin in front of the family's own decoder layer."""
 
     bft: BFTState
+    _bft_argument_names: tuple[str, ...]
+    _bft_cache_argument: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        names = list(inspect.signature(inspect.unwrap(cls._bft_original_class.forward)).parameters)  # type: ignore[attr-defined]
+        cls._bft_argument_names = tuple(names[2:])  # after self and the hidden states
+        cls._bft_cache_argument = cache_argument(names)
+        super().__init_subclass__(**kwargs)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
@@ -79,7 +87,7 @@ class BFTDecoderLayer(InPlaceSubclass):
             RuntimeError: the layer runs outside its model, or under reentrant checkpointing that is not the model's own.
         """
         state, anatomy = self.bft, self.bft.architecture
-        kwargs.update(zip(_positional_names(self._bft_original_class), args, strict=False))
+        kwargs.update(zip(self._bft_argument_names, args, strict=False))
         stream = self._stream(kwargs.pop(STREAM, None))
         # Observe
         attention = getattr(self, anatomy.self_attention)
@@ -89,7 +97,7 @@ class BFTDecoderLayer(InPlaceSubclass):
                 precisions = state.initial_precisions(hidden_states, stream.input_ids)
                 stream.log_scale[state.slot] = state.initial_log_scale()
             call = self._kriging_call(precisions, hidden_states, stream, kwargs)
-        name = cache_argument(self._bft_original_class)
+        name = self._bft_cache_argument
         kwargs[name] = WideningCache(kwargs.pop(name, None), call, attention.scaling)
         normed = getattr(self, anatomy.input_norm)(hidden_states)
         update, _ = attention(hidden_states=normed, bft_call=call, **kwargs)
@@ -181,7 +189,9 @@ class BFTDecoderLayer(InPlaceSubclass):
 
     def _output_weight(self, projection: nn.Module) -> Tensor:
         """W_O, without gradient; the effective one, so a merged or trained adapter counts."""
-        return self.bft.output_weight.get([projection], lambda: effective_weight(projection).detach())
+        return self.bft.output_weight.get(
+            [projection], lambda: effective_weight(projection).detach(), inference=not torch.is_grad_enabled()
+        )
 
     def _jacobian(self, hidden_states: Tensor, ffn: nn.Module, activations: Activations) -> Tensor:
         state, anatomy = self.bft, self.bft.architecture
@@ -197,11 +207,14 @@ class BFTDecoderLayer(InPlaceSubclass):
             scale = resident(norm, "weight").to(dtype)
             return filter.gated_jacobian_coefficients(gate, up, down, scale, state.config.granularity)
 
-        with torch.set_grad_enabled(differentiate and torch.is_grad_enabled()):
+        inference = not torch.is_grad_enabled()
+        with torch.set_grad_enabled(differentiate and not inference):
             if differentiate:
                 gate_coefficients, up_coefficients = coefficients()
             else:
-                gate_coefficients, up_coefficients = state.coefficients.get([*projections, norm], coefficients)
+                gate_coefficients, up_coefficients = state.coefficients.get(
+                    [*projections, norm], coefficients, inference
+                )
             residual = hidden_states.to(dtype)
             mean_square = torch.linalg.vecdot(residual, residual) / residual.shape[-1]
             inverse_rms = torch.rsqrt(mean_square + getattr(norm, anatomy.norm_epsilon))
@@ -209,12 +222,6 @@ class BFTDecoderLayer(InPlaceSubclass):
             return filter.gated_jacobian(
                 activations.gate, activations.up, activation, gate_coefficients, up_coefficients, inverse_rms
             )
-
-
-@functools.cache
-def _positional_names(decoder_layer: type[nn.Module]) -> list[str]:
-    """Names of the decoder layer's arguments after the hidden states."""
-    return list(inspect.signature(inspect.unwrap(decoder_layer.forward)).parameters)[2:]
 
 
 def _checkpoint(

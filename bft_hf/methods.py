@@ -6,6 +6,7 @@ model holds a copy that refers to the copy. Functions bound by hand would go on 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,30 +15,53 @@ from .hub import marked
 from .state import BFTState
 
 
-class ResizeTokenEmbeddings:
-    """`resize_token_embeddings` that also resizes the table of initial precisions."""
+class Override:
+    """A method of `model`'s class, called by way of this object. Subclasses set `name` and may add keyword arguments."""
+
+    name: str
+    keywords: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
+    @property
+    def original(self) -> Any:
+        """The class's own method, bound."""
+        return getattr(type(self.model), self.name).__get__(self.model)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class's method and `keywords`: generate() looks there for what it may be given."""
+        signature = inspect.signature(self.original)
+        ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in self.keywords]
+        *known, last = signature.parameters.values()
+        variadic = last.kind is inspect.Parameter.VAR_KEYWORD
+        return signature.replace(parameters=[*known, *ours, last] if variadic else [*known, last, *ours])
+
+
+class ResizeTokenEmbeddings(Override):
+    """Also resizes the table of initial precisions."""
+
+    name = "resize_token_embeddings"
+
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Module:
-        embeddings = type(self.model).resize_token_embeddings(self.model, *args, **kwargs)
+        embeddings = self.original(*args, **kwargs)
         for module in self.model.modules():
             if isinstance(module, BFTState) and module.config.initial_precision == "table":
                 module.resize_table(embeddings.num_embeddings)
         return embeddings
 
 
-class PrepareInputsForGeneration:
-    """`prepare_inputs_for_generation` that takes `token_reliability` and grows it by ones for new tokens."""
+class PrepareInputsForGeneration(Override):
+    """Takes `token_reliability` and grows it by ones for new tokens."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    name = "prepare_inputs_for_generation"
+    keywords = ("token_reliability",)
 
     def __call__(
         self, input_ids: Tensor, *args: Any, token_reliability: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        inputs = type(self.model).prepare_inputs_for_generation(self.model, input_ids, *args, **kwargs)
+        inputs = self.original(input_ids, *args, **kwargs)
         if token_reliability is not None:
             mask = kwargs.get("attention_mask")
             length = (input_ids if mask is None or mask.ndim != 2 else mask).shape[1]
@@ -46,48 +70,41 @@ class PrepareInputsForGeneration:
         return inputs
 
 
-class InitWeights:
-    """`_init_weights` that knows the filter's parameters, for those that a checkpoint lacks."""
+class InitWeights(Override):
+    """Knows the filter's parameters, for those that a checkpoint lacks."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    name = "_init_weights"
 
     def __call__(self, module: nn.Module) -> None:
         if isinstance(module, BFTState):
             module.reset_missing()
         else:
-            type(self.model)._init_weights(self.model, module)
+            self.original(module)
 
 
-class SavePretrained:
-    """`save_pretrained` whose config.json tells that the model is patched."""
+class SavePretrained(Override):
+    """Lets config.json tell that the model is patched."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    name = "save_pretrained"
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         states = (module for module in self.model.modules() if isinstance(module, BFTState))
         with marked(self.model.config, next(states).config):
-            type(self.model).save_pretrained(self.model, *args, **kwargs)
+            self.original(*args, **kwargs)
 
 
-METHODS = {
-    "save_pretrained": SavePretrained,
-    "_init_weights": InitWeights,
-    "resize_token_embeddings": ResizeTokenEmbeddings,
-    "prepare_inputs_for_generation": PrepareInputsForGeneration,
-}
+OVERRIDES = (ResizeTokenEmbeddings, PrepareInputsForGeneration, InitWeights, SavePretrained)
 
 
 def override_methods(model: nn.Module) -> None:
     """Put the objects above in front of the methods of a transformers model that has them."""
-    for name, override in METHODS.items():
-        if hasattr(type(model), name):
-            setattr(model, name, override(model))
+    for override in OVERRIDES:
+        if hasattr(type(model), override.name):
+            setattr(model, override.name, override(model))
 
 
 def restore_methods(model: nn.Module) -> None:
     """Undo `override_methods`."""
-    for name, override in METHODS.items():
-        if isinstance(vars(model).get(name), override):
-            delattr(model, name)
+    for override in OVERRIDES:
+        if isinstance(vars(model).get(override.name), override):
+            delattr(model, override.name)

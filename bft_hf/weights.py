@@ -109,15 +109,28 @@ class DerivedFromWeights:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
+        self._generation = -1
         self._value: Any = None
 
-    def get(self, modules: Sequence[nn.Module], compute: Callable[[], Any]) -> Any:
-        """The kept value, or `compute()` without gradient when a weight of `modules` may have changed since."""
-        key = (_generation, *map(weight_state, modules))
-        if key != self._key:
+    def get(self, modules: Sequence[nn.Module], compute: Callable[[], Any], inference: bool = False) -> Any:
+        """The kept value, or `compute()` without gradient when a weight of `modules` may have changed since.
+
+        Args:
+            modules: whose weights the value is computed from.
+            compute: computes it.
+            inference: whether the caller's pass has no gradients. Compiled code cannot compare weights: it takes the value
+                kept by an eager pass, as long as no event has bumped the generation, in inference alone.
+        """
+        if torch.compiler.is_compiling():
+            if inference and self._value is not None and self._generation == _generation:
+                return self._value
+            with torch.no_grad():
+                return compute()
+        key = tuple(map(weight_state, modules))
+        if self._generation != _generation or key != self._key:
             with torch.no_grad():
                 self._value = compute()
-            self._key = key
+            self._key, self._generation = key, _generation
         return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:
