@@ -96,6 +96,33 @@ def test_corrupted_labels_reach_the_loss_and_inputs_stay_clean(
     assert abs(loss - on_clean) > 1e-3
 
 
+@pytest.mark.parametrize("loss_type", ["nll", "dft"])
+@pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
+def test_loss_on_trained_positions_is_trls_loss(
+    flags: list[str], loss_type: str, make_arm: Any, tiny_llama: Any, tokenizer: Any
+) -> None:
+    arm = make_arm("bft", "--noise", "0.5", "--loss_type", loss_type, *flags)
+    trainer = make_trainer(arm, tiny_llama(vocab_size=512), tokenizer)
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.model.train()
+
+    def step(compute: Callable[..., Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, list[float]]]:
+        trainer.model.zero_grad()
+        trainer._metrics["train"].clear()
+        loss = compute(trainer.model, dict(batch), num_items_in_batch=torch.tensor(9))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+        return loss.detach(), gradients, dict(trainer._metrics["train"])
+
+    ours = step(trainer.compute_loss)
+    theirs = step(super(BFTSFTTrainer, trainer).compute_loss)
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-4, atol=1e-6)
+    assert any("process_noise" in name for name in ours[1])
+    for name in ("mean_token_accuracy", "entropy"):
+        assert ours[2][name][0] == pytest.approx(theirs[2][name][0], rel=1e-5)
+
+
 @pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
 def test_tau_and_q_have_a_group_of_their_own(flags: list[str], make_arm: Any, tiny_llama: Any, tokenizer: Any) -> None:
     flags = [

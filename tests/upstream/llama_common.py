@@ -77,8 +77,10 @@ class LlamaModelTest(ModelTesterMixin, GenerationTesterMixin, TrainingTesterMixi
     def setUp(self) -> None:
         self.model_tester = LlamaModelTester()
 
-    def _check_past_key_values_for_generate(self, batch_size: int, cache: Any, seq_length: int, config: Any) -> None:
+    def _check_past_key_values_for_generate(
+        self, batch_size: int, past_key_values: Any, seq_length: int, config: Any
+    ) -> None:
         """Of the generation tests, where a checkout lends them: keys and values of a patched model are wider."""
         config = copy.deepcopy(config)
-        config.head_dim = cache.layers[0].keys.shape[-1]
-        super()._check_past_key_values_for_generate(batch_size, cache, seq_length, config)
+        config.head_dim = past_key_values.layers[0].keys.shape[-1]
+        super()._check_past_key_values_for_generate(batch_size, past_key_values, seq_length, config)

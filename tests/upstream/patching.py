@@ -19,6 +19,9 @@ import torch
 STEPS = (0.8, -1.3, 0.5)
 """By how much `moved` moves log tau and the log Q of the layers, in turn."""
 
+COUNTS = {"bft_models": 0, "bft_passes": 0}
+"""Models patched and passes of patched models in the running test. Global, since Dynamo does not trace what closures hold."""
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the runs that run.py makes."""
@@ -60,7 +63,6 @@ class Patcher(Seeds):
         self.config = bft_hf.BFTConfig(**settings)
         self.mode = mode
         self.depth = 0
-        self.models = self.passes = 0
         for value in vars(modeling_llama).values():
             if isinstance(value, type) and issubclass(value, modeling_llama.LlamaPreTrainedModel):
                 value.__init__ = self._constructor(value.__init__)
@@ -71,8 +73,8 @@ class Patcher(Seeds):
 
         @functools.wraps(start)
         def count(*args: Any, **kwargs: Any) -> None:
-            if not torch.compiler.is_compiling():  # Dynamo cannot trace a plugin
-                self.passes += 1
+            if not torch.compiler.is_compiling():
+                COUNTS["bft_passes"] += 1
             start(*args, **kwargs)
 
         stream.Stream.__init__ = count  # type: ignore[method-assign]
@@ -83,12 +85,11 @@ class Patcher(Seeds):
         from transformers import set_seed
 
         set_seed(zlib.crc32(item.name.encode()))
-        self.models = self.passes = 0
+        COUNTS.update(dict.fromkeys(COUNTS, 0))
         try:
             return (yield)
         finally:
-            counts = {"bft_models": self.models, "bft_passes": self.passes}
-            item.user_properties += [(name, count) for name, count in counts.items() if count]
+            item.user_properties += [(name, count) for name, count in COUNTS.items() if count]
 
     def _constructor(self, construct: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(construct)
@@ -122,7 +123,7 @@ class Patcher(Seeds):
         if bft_hf.is_patched(model) or not hasattr(model.config, "hidden_act"):
             return
         bft_hf.patch(model, self.config)
-        self.models += 1
+        COUNTS["bft_models"] += 1
         if self.mode == "moved":
             with torch.no_grad():
                 for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):

@@ -33,9 +33,7 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "upstream"
 MODES = ("plain", "patched", "moved")
 
-EXCEPTIONS: dict[str, str] = {
-    "test_past_key_values_format": "wants keys of the config's head_dim; ours carry the filter's channels too",
-}
+EXCEPTIONS: dict[str, str] = {}
 """Tests that pass plain and may fail patched, each with the reason."""
 
 STUBS = {
