@@ -107,51 +107,62 @@ class KrigingCall:
 
     def widen_key_value(self, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Append the filter's channels to new keys and values, both (batch, kv_head, token, head_dim)."""
-        batch, heads, _, head_dim = value.shape
+        heads, head_dim = value.shape[1], value.shape[3]
         width = self.width(head_dim)
         if self.unreliable is not None:
             # Where every visible key is unreliable softmax still hands out weights of sum one: to nothing, then.
             value = value.masked_fill(self.unreliable[:, None, :, None], 0)
-        extra_key = []
-        if self.key_bias is not None:
-            bias = self.key_bias / (scaling * _query_constant(scaling))
-            extra_key.append(_headwise(bias, heads, key.dtype))
 
         power = value.to(state_dtype(value))
         if self.config.granularity == "token":
             moment = (torch.linalg.vecdot(power, power) / head_dim).unsqueeze(-1)
         else:
             moment = power.square()
-        extra_value = [(moment * _moment_scale(value.dtype)).to(value.dtype)]
+        if value.dtype == torch.float16:
+            moment = moment * HALF_MOMENT_SCALE
+        extra_value = [moment]
         signs = self.estimator.channels(self.stream, self.slot, self.layers, self.position_ids, heads)
         if signs is not None:
-            extra_value.append(signs.to(value.dtype).expand(batch, -1, -1, -1))
+            extra_value.append(signs.expand(value.shape[0], -1, -1, -1))
         if self.key_variance is not None:
-            extra_value.append(_headwise(self.key_variance, heads, value.dtype))
-        return _widen(key, extra_key, width), _widen(value, extra_value, width)
+            extra_value.append(_headwise(self.key_variance, heads))
+
+        if self.key_bias is None:
+            key = nn.functional.pad(key, (0, width - head_dim))
+        else:
+            unit = scaling * _query_constant(scaling)
+            bias = self.key_bias if unit == 1 else self.key_bias / unit
+            block = nn.functional.pad(bias.to(key.dtype).unsqueeze(-1), (0, width - head_dim - 1))
+            key = torch.cat([key, block.unsqueeze(1).expand(-1, heads, -1, -1)], dim=-1)
+        used = sum(channel.shape[-1] for channel in extra_value)
+        if width > head_dim + used:
+            extra_value.append(value.new_zeros(()).expand(*value.shape[:-1], width - head_dim - used))
+        return key, torch.cat([value, *(channel.to(value.dtype) for channel in extra_value)], dim=-1)
 
     def widen_query(self, query: Tensor, scaling: float) -> Tensor:
-        """Append the constant that reads the key's bias channel, (batch, head, token, head_dim)."""
-        # Also without a bias of its own: cached keys may hold one from a pass that had token_reliability.
-        constant = query.new_full((), _query_constant(scaling)).expand(*query.shape[:-1], 1)
-        return _widen(query, [constant], self.width(query.shape[-1]))
+        """Append the constant that reads the key's bias channel, (batch, head, token, head_dim).
+
+        The key's other new channels are zero, so the constant may stand in all of them. It also stands there without a bias
+        of this pass: cached keys may hold one from a pass that had token_reliability.
+        """
+        return nn.functional.pad(
+            query, (0, self.width(query.shape[-1]) - query.shape[-1]), value=_query_constant(scaling)
+        )
 
     def read(
         self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int
     ) -> KrigingOutput:
         """Split what the attention function returned, (batch, token, head, width), into the filter's quantities."""
         dtype = state_dtype(output)
-        visible_keys = self.stream.visible_keys(attention_mask, query, key)
+        visible_keys, visible = self.stream.visible_keys(attention_mask, query, key)
         sizes = [self.moment_channels(head_dim), self.estimator.num_channels, int(self.key_variance is not None)]
         extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
         moment, probes, variance = extras.split(sizes, dim=-1)
-        moment = moment / _moment_scale(output.dtype)
-        visible = None
-        if attention_mask is not None or self.stream.token_reliability is not None:
-            visible = visible_keys > 0
+        if output.dtype == torch.float16:
+            moment = moment / HALF_MOMENT_SCALE
         sample_size = self.estimator.read(
             probes,
-            visible_keys.to(dtype),
+            visible_keys,
             query=query,
             key=key,
             attention_mask=attention_mask,
@@ -172,20 +183,9 @@ def _query_constant(scaling: float) -> float:
     return 2.0 ** round(-math.log2(scaling))
 
 
-def _moment_scale(dtype: torch.dtype) -> float:
-    return HALF_MOMENT_SCALE if dtype == torch.float16 else 1.0
-
-
-def _headwise(per_token: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
+def _headwise(per_token: Tensor, heads: int) -> Tensor:
     """(batch, token) as one channel of every head, (batch, head, token, 1)."""
-    return per_token.to(dtype)[:, None, :, None].expand(-1, heads, -1, -1)
-
-
-def _widen(x: Tensor, extra: list[Tensor], width: int) -> Tensor:
-    missing = width - x.shape[-1] - sum(channel.shape[-1] for channel in extra)
-    if missing:
-        extra = [*extra, x.new_zeros(()).expand(*x.shape[:-1], missing)]
-    return torch.cat([x, *extra], dim=-1)
+    return per_token[:, None, :, None].expand(-1, heads, -1, -1)
 
 
 class WideningCache:

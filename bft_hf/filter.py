@@ -88,13 +88,16 @@ def estimate_variance(
         prior_variance: s0^2, a number or (batch, token, head).
         prior_degrees_of_freedom: nu0 > 0.
     """
-    n = effective_sample_size
-    if residual_variance.ndim > n.ndim:
-        n = n.unsqueeze(-1)
+    square_sum = 1 / effective_sample_size
+    if residual_variance.ndim > square_sum.ndim:
+        square_sum = square_sum.unsqueeze(-1)
         if isinstance(prior_variance, Tensor):
             prior_variance = prior_variance.unsqueeze(-1)
     nu0 = prior_degrees_of_freedom
-    return (nu0 * prior_variance + n * residual_variance) / ((nu0 + n - 1) * n)
+    numerator = residual_variance + nu0 * prior_variance * square_sum
+    if nu0 != 1:
+        numerator = numerator / (1 + (nu0 - 1) * square_sum)
+    return numerator * square_sum
 
 
 def combine_heads(
@@ -177,32 +180,25 @@ def observe(
 
 
 def probe_signs(
-    layer_index: int, position_ids: Int[Tensor, "batch token"], num_heads: int, num_probes: int
-) -> Float[Tensor, "batch head token probe"]:
+    layer_index: int | Sequence[int], position_ids: Int[Tensor, "batch token"], num_heads: int, num_probes: int
+) -> Float[Tensor, "... batch head token probe"]:
     """Fixed pseudo-random signs r_j = +-1 of the value channels that estimate sum_j w_j^2.
 
     A sign is a hash of (layer, position, head, probe), never of the cache slot: a left-padded row gets the signs of the
-    same row alone, and cached decoding those of a full pass.
+    same row alone, and cached decoding those of a full pass. The arithmetic stays below 2^63.
 
     Args:
-        layer_index: index of the decoder layer.
+        layer_index: index of the decoder layer, or several, which then stand in front of the result.
         position_ids: positions of the keys.
         num_heads: key/value heads; query heads that share one share its signs.
         num_probes: m, at most 32.
     """
-    bits = probe_bits([layer_index], position_ids, num_heads)[0]
-    probes = torch.arange(num_probes, device=position_ids.device)
+    device = position_ids.device
+    layers = torch.tensor(layer_index, device=device).unsqueeze(-1)
+    salt = _mix(torch.arange(num_heads, device=device) + (layers * 8191 + 1))
+    bits = _mix(_mix(position_ids).unsqueeze(-2) ^ salt[..., None, :, None])
+    probes = torch.arange(num_probes, device=device)
     return ((bits.unsqueeze(-1) >> probes) & 1).to(torch.float32) * 2 - 1
-
-
-def probe_bits(
-    layer_indices: Sequence[int], position_ids: Int[Tensor, "batch token"], num_heads: int
-) -> Int[Tensor, "layer batch head token"]:
-    """32 bits for every layer, head and position: bit m is the sign of probe m. The arithmetic stays below 2^63."""
-    layers = torch.tensor(layer_indices, device=position_ids.device)
-    heads = torch.arange(num_heads, device=position_ids.device)
-    salt = _mix(heads + (layers * 8191 + 1).unsqueeze(-1))
-    return _mix(_mix(position_ids)[None, :, None, :] ^ salt[:, None, :, None])
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -223,8 +219,10 @@ def probe_effective_sample_size(
         projections: sum_j w_j r_jm for each probe m.
         num_keys: how many keys are visible, S: sum_j w_j^2 lies in [1/S, 1]. A number, or broadcastable to the result.
     """
-    smallest = 1 / torch.as_tensor(num_keys, dtype=projections.dtype, device=projections.device)
-    return 1 / projections.square().mean(-1).clamp_max(1).maximum(smallest)
+    square_sum = projections.square().mean(-1).clamp_max(1)
+    if isinstance(num_keys, Tensor):
+        return 1 / square_sum.maximum(1 / num_keys.to(projections.dtype))
+    return 1 / square_sum.clamp_min(1 / num_keys)
 
 
 # --- 2 Update: the residual connection as a Kalman update --------------------------------------------------------------
@@ -250,7 +248,8 @@ def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor | float
         jacobian: J, the diagonal of df/dh of the FFN f (its mean with "token"), shaped as `lam`; 0 without an FFN.
         process_noise: Q > 0, (1,) or (channel,).
     """
-    return 1 / ((1 + jacobian) ** 2 / lam + process_noise)
+    growth = (1 + jacobian) ** 2
+    return lam / (growth + process_noise * lam)
 
 
 def gated_jacobian_coefficients(
@@ -302,7 +301,7 @@ def gated_jacobian(
         activated, slope = value_and_slope(activation, gate.to(dtype))
         return (slope * up.to(dtype)) @ gate_coefficients + activated @ up_coefficients
 
-    if torch.is_grad_enabled() or gate.device.type != "cpu":
+    if torch.is_grad_enabled() or gate.device.type != "cpu" or gate.shape[:-1].numel() <= CACHED_ROWS:
         diagonal = rows(gate, up)
     else:
         # A few rows at a time stay in a core's cache from one elementwise step to the next.

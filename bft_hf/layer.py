@@ -215,9 +215,8 @@ class BFTDecoderLayer(InPlaceSubclass):
                 gate_coefficients, up_coefficients = state.coefficients.get(
                     [*projections, norm], coefficients, inference
                 )
-            residual = hidden_states.to(dtype)
-            mean_square = torch.linalg.vecdot(residual, residual) / residual.shape[-1]
-            inverse_rms = torch.rsqrt(mean_square + getattr(norm, anatomy.norm_epsilon))
+            square_norm = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=dtype).square()
+            inverse_rms = torch.rsqrt(square_norm / hidden_states.shape[-1] + getattr(norm, anatomy.norm_epsilon))
             activation = getattr(ffn, anatomy.activation)
             return filter.gated_jacobian(
                 activations.gate, activations.up, activation, gate_coefficients, up_coefficients, inverse_rms

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .filter import probe_bits, probe_effective_sample_size
+from .filter import probe_effective_sample_size, probe_signs
 from .state import full_precision
 from .stream import Stream, mask_to_bool
 
@@ -26,18 +26,14 @@ class Probe:
     def channels(
         self, stream: Stream, slot: int, layers: tuple[int, ...], position_ids: Tensor, num_heads: int
     ) -> Tensor:
-        """Signs (batch, head, token, num_channels) to append to the values; the hashes of all layers are made at once."""
-        if stream.sign_bits is None:
-            bits = probe_bits(layers, position_ids, num_heads) & ((1 << self.num_channels) - 1)
-            stream.sign_bits = bits.to(torch.uint8 if self.num_channels <= 8 else torch.int64)
-        bits = stream.sign_bits[slot].unsqueeze(-1)
-        return ((bits >> torch.arange(self.num_channels, dtype=bits.dtype, device=bits.device)) & 1).to(
-            torch.float32
-        ) * 2 - 1
+        """Signs (batch, head, token, num_channels) to append to the values; those of all layers are made at once."""
+        if stream.signs is None:
+            stream.signs = probe_signs(layers, position_ids, num_heads, self.num_channels).to(torch.int8)
+        return stream.signs[slot]
 
     def read(self, projections: Tensor, visible_keys: Tensor, **_: Any) -> Tensor:
         """n (batch, token, head) from what the sign channels came back as, (batch, token, head, num_channels)."""
-        return probe_effective_sample_size(projections, visible_keys.clamp_min(1).unsqueeze(-1))
+        return probe_effective_sample_size(projections, visible_keys.unsqueeze(-1))
 
 
 class Exact:
@@ -61,8 +57,8 @@ class Exact:
     ) -> Tensor:
         """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
         square_sum = _SquareSum.apply(query, key, attention_mask, scaling, dtype).transpose(1, 2)
-        seen = visible_keys.unsqueeze(-1) > 0
-        return torch.where(seen, 1 / torch.where(seen, square_sum, 1), 1)
+        # Rows that see nothing have no weights; their count stands as 1.
+        return 1 / torch.maximum(square_sum, 1 / visible_keys.unsqueeze(-1))
 
 
 ESTIMATORS: dict[str, Probe | Exact] = {"probe": Probe(), "exact": Exact()}

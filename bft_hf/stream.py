@@ -27,7 +27,7 @@ class Stream:
 
     Attributes:
         log_scale: by slot, about the size of log lam_bar there: a constant of the parameters, by which key biases are shifted.
-        sign_bits: the probes' signs of all patched layers as bits, (layer, batch or 1, kv_head, token).
+        signs: the probes' signs in all patched layers, int8, (layer, batch or 1, kv_head, token, probe).
         grad_enabled: whether the pass began with gradients.
         in_checkpoint: whether a layer runs within the model's own activation checkpointing.
     """
@@ -38,12 +38,12 @@ class Stream:
         self.traces = traces
         self.input_ids = input_ids
         self.token_reliability = token_reliability
-        self.sign_bits: Tensor | None = None
+        self.signs: Tensor | None = None
         self.log_scale: dict[int, Tensor | float] = {}
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False
         self._slots: dict[int, Precisions] = {}
-        self._visible: tuple[tuple[Any, int, int], Tensor] | None = None
+        self._visible: tuple[tuple[Any, int, int], tuple[Tensor, Tensor | None]] | None = None
 
     def read(self, slot: int) -> Precisions | None:
         """The precisions that patched layer `slot` starts from; None for the first one, which makes its own."""
@@ -57,13 +57,16 @@ class Stream:
         """rho of the pass's own tokens, (batch, token)."""
         return None if self.token_reliability is None else self.token_reliability[:, -tokens:]
 
-    def visible_keys(self, attention_mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-        """How many reliable keys each query sees, (batch or 1, token); counted once for all layers that share a mask.
+    def visible_keys(self, attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+        """How many reliable keys each query sees; counted once for all layers that share a mask.
 
         Args:
             attention_mask: (batch, 1, token, key), boolean or additive, or None for the causal case.
             query: (batch, head, token, head_dim).
             key: (batch, head, key, head_dim).
+
+        Returns:
+            The count, (batch or 1, token), as a number from 1; and whether it really is one at least, None if always.
         """
         tokens, keys = query.shape[2], key.shape[2]
         if self._visible is not None:
@@ -75,7 +78,9 @@ class Stream:
             # Static caches have room beyond the tokens seen so far, which the mask hides; sliding ones keep the last.
             reliable = self.token_reliability[:, -keys:] > 0
             reliable = nn.functional.pad(reliable, (0, keys - reliable.shape[1]))
-        visible = _count_visible(attention_mask, tokens, keys, reliable, query.device)
+        count = _count_visible(attention_mask, tokens, keys, reliable, query.device)
+        seen = None if attention_mask is None and reliable is None else count > 0
+        visible = count.clamp_min(1).to(torch.float32), seen
         self._visible = ((attention_mask, tokens, keys), visible)
         return visible
 

@@ -1,8 +1,8 @@
 """A pytest plugin that patches every Llama that transformers' tests build, the way a user would: once it is built.
 
 The outermost constructor patches, so `LlamaModel` within `LlamaForCausalLM` does not; `from_pretrained` and `from_config`
-patch what they return, not what they are still filling. A folder saved from a patched model comes back patched by itself,
-and the test fails where it does not: patching it afterwards would lose the filter's parameters.
+patch what they return, not what they are still filling. A folder saved from a patched model has to come back patched by
+itself. Were it patched only here, `moved` would tell: its values would be start values.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Patcher(Seeds):
         for value in vars(modeling_llama).values():
             if isinstance(value, type) and issubclass(value, modeling_llama.LlamaPreTrainedModel):
                 value.__init__ = self._constructor(value.__init__)
-        for name in ("from_pretrained", "_from_config"):
-            setattr(PreTrainedModel, name, classmethod(self._factory(getattr(PreTrainedModel, name).__func__)))
+        for name, loads in (("from_pretrained", True), ("_from_config", False)):
+            factory = self._factory(getattr(PreTrainedModel, name).__func__, loads)
+            setattr(PreTrainedModel, name, classmethod(factory))
 
         start = stream.Stream.__init__
 
@@ -100,12 +101,13 @@ class Patcher(Seeds):
 
         return constructor
 
-    def _factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
+    def _factory(self, make: Callable[..., Any], loads: bool) -> Callable[..., Any]:
         @functools.wraps(make)
         def factory(cls: type, *args: Any, **kwargs: Any) -> Any:
             result = self._nested(make, cls, *args, **kwargs)
             if not self.depth:
-                self._patch(result[0] if isinstance(result, tuple) else result)
+                # A loaded model has the values of its folder: moved ones, if it was saved patched, and else none of ours.
+                self._patch(result[0] if isinstance(result, tuple) else result, move=not loads)
             return result
 
         return factory
@@ -117,14 +119,14 @@ class Patcher(Seeds):
         finally:
             self.depth -= 1
 
-    def _patch(self, model: Any) -> None:
+    def _patch(self, model: Any, move: bool = True) -> None:
         import bft_hf
 
         if bft_hf.is_patched(model) or not hasattr(model.config, "hidden_act"):
             return
         bft_hf.patch(model, self.config)
         COUNTS["bft_models"] += 1
-        if self.mode == "moved":
+        if move and self.mode == "moved":
             with torch.no_grad():
                 for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):
                     parameter.add_(STEPS[index % len(STEPS)])
