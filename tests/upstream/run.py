@@ -33,8 +33,11 @@ HERE = Path(__file__).resolve().parent
 CACHE = HERE.parents[1] / "build" / "upstream"
 MODES = ("plain", "patched", "moved")
 
-EXCEPTIONS: dict[str, str] = {}
-"""Tests that pass plain and may fail patched, each with the reason."""
+EXCEPTIONS = {
+    "test_from_pretrained_no_checkpoint": "gives from_pretrained a patched model's state_dict with a plain configuration and no "
+    "folder, so nothing says that the result is to be patched: it is a plain model, and the loader lists our keys as unexpected",
+}
+"""Tests that pass plain and may fail patched or moved, each with the reason."""
 
 STUBS = {
     "__init__.py": "",
@@ -170,7 +173,11 @@ def report(runs: dict[str, Run]) -> bool:
         outcome = runs[mode].outcomes.get(name, "missing")
         print(f"NEW  {mode:8} {name}: {outcome}: {runs[mode].messages.get(name, '')}")
     for name, reason in EXCEPTIONS.items():
-        if name in plain.outcomes and all(name in result.passed() for result in runs.values()):
+        if (
+            name in plain.outcomes
+            and len(runs) == len(MODES)
+            and all(name in result.passed() for result in runs.values())
+        ):
             print(f"NO EXCEPTION ANY MORE  {name}: {reason}")
             wrong.append(("", name))
         elif name in plain.outcomes:
