@@ -1,4 +1,4 @@
-"""Living with accelerate's dispatch hooks: wrapped forwards, and weights that are elsewhere between calls."""
+"""Weights that are elsewhere between calls, offloaded or sharded, and forwards that accelerate's hooks wrapped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 
 def resident(module: nn.Module, name: str) -> Tensor:
-    """A parameter with its values: of an offloaded module, fetched from where the hook keeps them."""
+    """A parameter with its values: of an offloaded module, fetched from where the hook keeps them; of a sharded one, whole."""
     parameter = getattr(module, name)
+    if hasattr(parameter, "full_tensor"):  # FSDP2 outside the module's own forward
+        return parameter.full_tensor()
     hook = getattr(module, "_hf_hook", None)
     if not parameter.is_meta or getattr(hook, "weights_map", None) is None:
         return parameter

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .architectures import Architecture
 from .config import BFTConfig
-from .weights import DerivedFromWeights, bump_generation
+from .weights import DerivedFromWeights, forget_derived
 
 MLP_WIDTH = 16
 """Hidden width of the MLP from embedding to initial precision: .01 % of SmolLM2-135M's parameters."""
@@ -175,11 +175,11 @@ class BFTState(nn.Module):
         return super()._apply(keep_precision, recurse)
 
     def train(self, mode: bool = True) -> BFTState:
-        bump_generation()
+        forget_derived()
         return super().train(mode)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        bump_generation()
+        forget_derived()
         super()._load_from_state_dict(*args, **kwargs)
 
 

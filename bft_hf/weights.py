@@ -12,16 +12,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .offload import resident
 
-_generation = 0
+_kept: weakref.WeakSet[DerivedFromWeights] = weakref.WeakSet()
 
 
-def bump_generation(*_: Any) -> None:
-    """Declare that weights may have changed in a way tensors do not tell (fused optimizers leave `_version` alone)."""
-    global _generation
-    _generation += 1
+def forget_derived(*_: Any) -> None:
+    """Drop every kept value: for events that change weights without a sign (fused optimizers leave `_version` alone)."""
+    for holder in list(_kept):
+        holder.forget()
+    _kept.clear()
 
 
-register_optimizer_step_post_hook(bump_generation)
+register_optimizer_step_post_hook(forget_derived)
 
 
 def effective_weight(module: nn.Module) -> Tensor:
@@ -42,7 +43,7 @@ def effective_weight(module: nn.Module) -> Tensor:
             return weight
         for adapter in module.active_adapters:
             if adapter in module.lora_A:
-                delta = module.lora_B[adapter].weight @ module.lora_A[adapter].weight
+                delta = resident(module.lora_B[adapter], "weight") @ resident(module.lora_A[adapter], "weight")
                 weight = weight + (delta * module.scaling[adapter]).to(weight.dtype)
         return weight
     return _probe_weight(module)
@@ -109,8 +110,11 @@ class DerivedFromWeights:
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
-        self._generation = -1
         self._value: Any = None
+
+    def forget(self) -> None:
+        """Drop the value."""
+        self._key = self._value = None
 
     def get(self, modules: Sequence[nn.Module], compute: Callable[[], Any], inference: bool = False) -> Any:
         """The kept value, or `compute()` without gradient when a weight of `modules` may have changed since.
@@ -118,19 +122,20 @@ class DerivedFromWeights:
         Args:
             modules: whose weights the value is computed from.
             compute: computes it.
-            inference: whether the caller's pass has no gradients. Compiled code cannot compare weights: it takes the value
-                kept by an eager pass, as long as no event has bumped the generation, in inference alone.
+            inference: whether the caller's pass has no gradients. Compiled code cannot compare weights: in inference it takes
+                the value that an eager pass left, if any event that changes weights has not dropped it; else it computes.
         """
         if torch.compiler.is_compiling():
-            if inference and self._value is not None and self._generation == _generation:
+            if inference and self._value is not None:
                 return self._value
             with torch.no_grad():
                 return compute()
         key = tuple(map(weight_state, modules))
-        if self._generation != _generation or key != self._key:
+        if key != self._key:
             with torch.no_grad():
                 self._value = compute()
-            self._key, self._generation = key, _generation
+            self._key = key
+            _kept.add(self)
         return self._value
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -128,5 +128,6 @@ class Patcher(Seeds):
         COUNTS["bft_models"] += 1
         if move and self.mode == "moved":
             with torch.no_grad():
-                for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):
+                logarithms = (p for name, p in bft_hf.bft_parameters(model).items() if ".log_" in f".{name}")
+                for index, parameter in enumerate(logarithms):
                     parameter.add_(STEPS[index % len(STEPS)])

@@ -1,0 +1,1 @@
+"""What the processes run that test_distributed.py launches."""
