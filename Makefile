@@ -16,11 +16,11 @@ PIP_INSTALL = -m pip install --disable-pip-version-check $(if $(CI),-qq) --const
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest lint format types venv-lint clean
+.PHONY: help demo test test-slow test-oldest test-upstream test-upstream-oldest overhead lint format types venv-lint clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 30
 
 demo: $(VENV)/.demo ## patch SmolLM2-135M, fine-tune it on noisy labels, compare with plain SFT
 	$(VENV)/bin/bft-sft --demo $(DEMO_ARGS)
@@ -33,6 +33,15 @@ test-slow: $(VENV)/.test $(VENV)/.demo ## the tests with the weights of SmolLM2-
 
 test-oldest: $(VENV_OLDEST)/.test ## the quick tests against the oldest supported versions
 	$(call PYTEST,$(VENV_OLDEST)) -m "not slow"
+
+test-upstream: $(VENV)/.test ## transformers' own model tests, on plain and on patched models
+	$(VENV)/bin/python tests/upstream/run.py --workers $(WORKERS)
+
+test-upstream-oldest: $(VENV_OLDEST)/.test ## the same with the oldest supported transformers
+	$(VENV_OLDEST)/bin/python tests/upstream/run.py --workers $(WORKERS)
+
+overhead: $(VENV)/.test ## the two-minute form of benchmarks/overhead.py
+	$(VENV)/bin/python benchmarks/overhead.py --quick
 
 lint: $(VENV)/.lint ## ruff: rules and format, changing nothing
 	$(VENV)/bin/ruff check .

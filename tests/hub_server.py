@@ -197,7 +197,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repo in self.hub.repositories:
             self._send({"error": "You already created this model repo", "url": url}, 409)
             return
-        self.hub.repositories[repo] = Repository(bool(asked.get("private")))
+        private = asked.get("visibility") == "private" or bool(asked.get("private"))  # the old word for it
+        self.hub.repositories[repo] = Repository(private)
         self._send({"url": url, "id": repo, "name": repo})
 
     def create_branch(self, body: bytes, repo: str, revision: str) -> None:
