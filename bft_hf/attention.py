@@ -101,9 +101,7 @@ class KrigingCall:
 
     def width(self, head_dim: int) -> int:
         """The common width of the widened Q, K and V."""
-        values = head_dim + self.moment_channels(head_dim) + self.estimator.num_channels
-        values += self.key_variance is not None
-        return -(-max(values, head_dim + 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
+        return widened(self.config, head_dim)
 
     def widen_key_value(self, key: Tensor, value: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
         """Append the filter's channels to new keys and values, both (batch, kv_head, token, head_dim)."""
@@ -176,6 +174,13 @@ class KrigingCall:
             neighbour_variance=variance.squeeze(-1) if self.key_variance is not None else None,
             visible=visible,
         )
+
+
+def widened(config: BFTConfig, head_dim: int) -> int:
+    """The common width of the widened Q, K and V of heads of width `head_dim`."""
+    values = head_dim + (1 if config.granularity == "token" else head_dim)
+    values += ESTIMATORS[config.effective_sample_size].num_channels + (config.prior_scale == "neighbours")
+    return -(-values // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
 def _query_constant(scaling: float) -> float:

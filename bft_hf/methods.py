@@ -11,8 +11,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .architectures import find_base_model
+from .attention import widened
 from .hub import marked
 from .state import BFTState
+from .stream import pass_length
 
 
 class Override:
@@ -63,9 +66,7 @@ class PrepareInputsForGeneration(Override):
     ) -> dict[str, Any]:
         inputs = self.original(input_ids, *args, **kwargs)
         if token_reliability is not None:
-            mask = kwargs.get("attention_mask")
-            length = (input_ids if mask is None or mask.ndim != 2 else mask).shape[1]
-            new_tokens = length - token_reliability.shape[1]
+            new_tokens = pass_length(inputs) - token_reliability.shape[1]
             inputs["token_reliability"] = nn.functional.pad(token_reliability, (0, new_tokens), value=1)
         return inputs
 
@@ -93,7 +94,46 @@ class SavePretrained(Override):
             self.original(*args, **kwargs)
 
 
-OVERRIDES = (ResizeTokenEmbeddings, PrepareInputsForGeneration, InitWeights, SavePretrained)
+class CandidateGenerator(Override):
+    """Keeps `token_reliability` from a plain assistant, which does not know it: it only drafts, so no token changes."""
+
+    name = "_get_candidate_generator"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = inspect.signature(self.original).bind(*args, **kwargs).arguments
+        assistant = arguments.get("assistant_model")
+        if assistant is not None and not any(isinstance(module, BFTState) for module in assistant.modules()):
+            model_kwargs = arguments["model_kwargs"]
+            arguments["model_kwargs"] = {k: v for k, v in model_kwargs.items() if k != "token_reliability"}
+        return self.original(**arguments)
+
+
+class StaticCacheShape(Override):
+    """Chunked prefill allocates a static cache before it sees a key: with the widened heads of the patched layers."""
+
+    name = "_get_static_cache_init_shape"
+
+    def __call__(self) -> Any:
+        shape = self.original()
+        if shape is None:
+            return None
+        num_heads, head_dim = shape
+        layers = find_base_model(self.model)[0].layers
+        head_dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
+        for index, layer in enumerate(layers):
+            if isinstance(getattr(layer, "bft", None), BFTState):
+                head_dims[index] = widened(layer.bft.config, head_dims[index])
+        return num_heads, head_dims
+
+
+OVERRIDES = (
+    CandidateGenerator,
+    StaticCacheShape,
+    ResizeTokenEmbeddings,
+    PrepareInputsForGeneration,
+    InitWeights,
+    SavePretrained,
+)
 
 
 def override_methods(model: nn.Module) -> None:

@@ -118,11 +118,17 @@ def start_stream(
     reliability = kwargs.pop("token_reliability", None)
     if reliability is not None:
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        past = 0 if cache is None else int(cache.get_seq_length())
-        check_reliability(reliability, tokens.shape[0], past + tokens.shape[1])
+        check_reliability(reliability, tokens.shape[0], pass_length({**kwargs, "input_ids": input_ids}))
     kwargs[STREAM] = Stream(list(module._bft_traces), input_ids, reliability)
     return args, kwargs
+
+
+def pass_length(inputs: dict[str, Any]) -> int:
+    """How many keys a pass sees: the cached tokens and its own."""
+    ids = inputs.get("input_ids")
+    cache = inputs.get("cache", inputs.get("past_key_values"))
+    past = 0 if cache is None else int(cache.get_seq_length())
+    return past + (ids if ids is not None else inputs["inputs_embeds"]).shape[1]
 
 
 def check_reliability(reliability: Tensor, batch: int, keys: int) -> None:
