@@ -9,10 +9,13 @@ is imported, so that a plain model cannot be built from the folder by mistake. I
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -52,6 +55,43 @@ def marked(config: Any, bft_config: BFTConfig) -> Iterator[None]:
     finally:
         restore_class(config)
         del config.bft_config
+
+
+def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -> None:
+    """Refuse to go on from a training checkpoint whose patch is not the model's.
+
+    Args:
+        checkpoint: a Trainer's checkpoint folder, of a whole model or of an adapter.
+        config: what the model in hand is patched with, or None.
+
+    Raises:
+        ValueError: one is patched and the other is not, or they are patched differently.
+    """
+    folder = Path(checkpoint)
+    saved: BFTConfig | None = None
+    if (folder / "config.json").exists():
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("bft_config")
+        saved = None if values is None else BFTConfig.from_dict(values)
+        patched = saved is not None
+    elif (folder / "adapter_model.safetensors").exists():
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as tensors:
+            patched = any(".bft." in name for name in tensors.keys())  # noqa: SIM118
+    else:
+        return
+    if patched and config is None:
+        raise ValueError(
+            f"{folder} is of a patched model and this one is not: call bft_hf.patch(model) before training goes on"
+        )
+    if config is not None and not patched:
+        raise ValueError(
+            f"{folder} is of a plain model and this one is patched: go on with the plain one, or train anew"
+        )
+    if saved is not None and saved != config:
+        field = next(name for name, value in vars(saved).items() if value != getattr(config, name))
+        raise ValueError(
+            f"{folder} was patched with {field}={getattr(saved, field)!r} and this model with {getattr(config, field)!r}: "
+            "patch with the checkpoint's configuration"
+        )
 
 
 class PendingActivation(nn.Module):

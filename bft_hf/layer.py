@@ -147,7 +147,8 @@ class BFTDecoderLayer(InPlaceSubclass):
         if stream.grad_enabled and not torch.is_grad_enabled() and not stream.in_checkpoint:
             raise RuntimeError(
                 "a patched layer runs without gradients inside a pass that has them, as reentrant activation checkpointing "
-                "does: use model.gradient_checkpointing_enable(), or wrap the layers with use_reentrant=False"
+                "does: use model.gradient_checkpointing_enable(), wrap the layers with use_reentrant=False, or, where a "
+                "trainer forces it (PEFT under ZeRO-3), use ZeRO-2 or FSDP2, or turn checkpointing off"
             )
         return stream
 

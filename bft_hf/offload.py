@@ -13,6 +13,11 @@ def resident(module: nn.Module, name: str) -> Tensor:
     parameter = getattr(module, name)
     if hasattr(parameter, "full_tensor"):  # FSDP2 outside the module's own forward
         return parameter.full_tensor()
+    if getattr(parameter, "ds_shape", parameter.shape) != parameter.shape:
+        raise RuntimeError(
+            f"DeepSpeed ZeRO-3 has put away {name} of a {type(module).__name__}, which the filter reads after the module's own "
+            "forward: use ZeRO-2 or FSDP2"
+        )
     hook = getattr(module, "_hf_hook", None)
     if not parameter.is_meta or getattr(hook, "weights_map", None) is None:
         return parameter

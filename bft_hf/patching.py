@@ -15,7 +15,7 @@ from .methods import override_methods, restore_methods
 from .offload import execution_device, has_foreign_forward, rebind_forward
 from .state import BFTState
 from .stream import start_stream
-from .swap import InPlaceSubclass, restore_class, swap_class
+from .swap import InPlaceSubclass, is_swapped, restore_class, swap_class
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -82,10 +82,19 @@ def unpatch(model: Model) -> Model:
 
     Returns:
         The same object.
+
+    Raises:
+        ValueError: something else changed the layers' classes after the patch.
     """
     base, architecture = find_base_model(model)
     if get_config(model) is None:
         return model
+    for index, layer in enumerate(base.layers):
+        if isinstance(layer, BFTDecoderLayer) and not is_swapped(layer):
+            raise ValueError(
+                f"layers.{index} is a {type(layer).__name__}, put over the patch (FSDP2 does so): gather its state dict, "
+                "load it into a patched model built anew, and unpatch that"
+            )
     for layer in base.layers:
         if isinstance(layer, BFTDecoderLayer):
             for module, _ in _swapped_modules(layer, architecture):

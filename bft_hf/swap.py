@@ -31,6 +31,12 @@ def restore_class(instance: Any) -> None:
     instance.__class__ = instance._bft_original_class
 
 
+def is_swapped(instance: Any) -> bool:
+    """Whether the instance's class is what `swap_class` made of it, and nothing was put over that since."""
+    cls: Any = type(instance)
+    return cls is _swapped_class(instance._bft_original_class, instance._bft_mixin)
+
+
 @functools.cache
 def _swapped_class(original: Any, mixin: Any) -> Any:
     names = {
