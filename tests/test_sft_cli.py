@@ -308,7 +308,7 @@ def test_offline_without_demo_names_both_ways_out() -> None:
     # A port nobody listens on, for machines that do reach the Hub.
     environment |= {"HF_ENDPOINT": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}
     code = "import sys; from bft_hf.recipes.sft import main; sys.exit(main(['--noise', '0.3']))"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
     assert "--demo" in done.stderr and "--model_name_or_path" in done.stderr
@@ -323,7 +323,7 @@ def test_help_imports_nothing_heavy() -> None:
         "status = main(['--help'])\n"
         "sys.exit(status or time.process_time() - start > 0.5 or 'trl' in sys.modules or 'datasets' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "--noise" in done.stdout and "--lr_scheduler_type" not in done.stdout
 
 

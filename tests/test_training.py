@@ -1,6 +1,5 @@
 """Training a patched model with the trainers people use: what reaches the loss, what resumes, what converges."""
 
-import copy
 import json
 import math
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from conftest import make_tiny_llama
 from datasets import Dataset
 from distributed.ddp import tokenizer
 from reference import Settings, reference_llama
+from tokenizers import pre_tokenizers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
@@ -44,11 +44,14 @@ def rows() -> Dataset:
     return Dataset.from_list([{"input_ids": row, "labels": label} for row, label in zip(ROWS, labels, strict=True)])
 
 
-def make_trainer(model: Any, folder: Path, data: Dataset | None = None, **options: Any) -> Trainer:
+def make_trainer(
+    model: Any, folder: Path, data: Dataset | None = None, held_out: Dataset | None = None, **options: Any
+) -> Trainer:
     """transformers' Trainer with tau and Q in a parameter group of their own."""
     arguments = TrainingArguments(**{"output_dir": str(folder), "max_steps": 3, **QUIET, **options})
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-3))
-    return Trainer(model, arguments, train_dataset=rows() if data is None else data, optimizers=(optimizer, None))
+    data = rows() if data is None else data
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=held_out, optimizers=(optimizer, None))
 
 
 def losses(trainer: Trainer) -> list[float]:
@@ -91,17 +94,17 @@ def test_clipping_sees_tau_and_q(tmp_path: Path) -> None:
     model = bft_hf.patch(make_tiny_llama())
     batch = {"input_ids": torch.tensor(ROWS[:4]), "labels": torch.tensor(ROWS[:4])}
     data = Dataset.from_list([{"input_ids": row, "labels": row} for row in ROWS[:4]])
-    copy.deepcopy(model)
     twin = bft_hf.patch(make_tiny_llama()).train()
-    for trained in (model, twin):  # start where they weigh in the norm
-        with torch.no_grad():
-            trained.lm_head.weight *= 0.1
-    twin(**batch).loss.backward()
     names = bft_hf.bft_parameters(twin).keys()
-    squares = {name: parameter.grad.square().sum().item() for name, parameter in twin.named_parameters()}
+    for trained in (model, twin):  # few others train, so that they weigh in the norm
+        for name, parameter in trained.named_parameters():
+            parameter.requires_grad_(name in names or name.endswith("layers.0.input_layernorm.weight"))
+    twin(**batch).loss.backward()
+    trained_parameters = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
+    squares = {name: parameter.grad.square().sum().item() for name, parameter in trained_parameters.items()}
     total = math.sqrt(sum(squares.values()))
     without = math.sqrt(sum(square for name, square in squares.items() if name not in names))
-    assert total > without * (1 + 1e-4)
+    assert total > without * (1 + 1e-3)
 
     rate = 0.5
     arguments = TrainingArguments(
@@ -113,9 +116,9 @@ def test_clipping_sees_tau_and_q(tmp_path: Path) -> None:
     trainer.train()
     logged = next(entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry)
     assert float(logged) == pytest.approx(total, rel=1e-5)
-    for name, parameter in twin.named_parameters():
-        expected = start[name] - rate * parameter.grad / 4
-        torch.testing.assert_close(model.get_parameter(name).detach(), expected, rtol=1e-4, atol=1e-6)
+    for name, parameter in trained_parameters.items():
+        moved = model.get_parameter(name).detach() - start[name]
+        torch.testing.assert_close(moved, -rate * parameter.grad / 4, rtol=1e-3, atol=1e-6)
 
 
 def test_bfloat16_autocast_trains_like_float32(tmp_path: Path) -> None:
@@ -216,6 +219,7 @@ def test_best_checkpoint_comes_back_with_its_tau_and_q(tmp_path: Path) -> None:
     trainer = make_trainer(
         model,
         tmp_path,
+        held_out=rows().select(range(8)),
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
@@ -226,7 +230,6 @@ def test_best_checkpoint_comes_back_with_its_tau_and_q(tmp_path: Path) -> None:
         learning_rate=1e-2,
     )
     trainer.optimizer.param_groups[0]["lr"] = 1e-2
-    trainer.eval_dataset = rows().select(range(8))
     trainer.train()
     best = Path(trainer.state.best_model_checkpoint)
     evaluations = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -283,7 +286,7 @@ def test_trainer_does_not_resume_a_patched_checkpoint_unpatched(tmp_path: Path) 
     trainer = make_trainer(model, tmp_path, max_steps=4)
     with pytest.raises((ValueError, RuntimeError)):
         trainer.train(resume_from_checkpoint=checkpoint)
-    assert not losses(trainer)[1:]
+    assert len(losses(trainer)) <= 2  # those of the checkpoint
 
 
 @pytest.mark.parametrize("save_only_model", [False, True])
@@ -348,7 +351,7 @@ def documents() -> Dataset:
     )
 
 
-@pytest.mark.parametrize("options", [{"packing": True, "max_length": 16}, {"padding_free": True}], ids=str)
+@pytest.mark.parametrize("options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str)
 @pytest.mark.filterwarnings("ignore:.*flash.*")
 def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp_path: Path) -> None:
     """trl #3910: without a flash kernel packed documents read each other."""
@@ -388,12 +391,10 @@ def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp
 
 @pytest.mark.parametrize("completion_only", [True, False])
 def test_completion_only_loss_is_that_of_the_completion(completion_only: bool, tmp_path: Path) -> None:
-    pairs = [{"prompt": row[:5], "completion": row[5:]} for row in ROWS]
-    text = [{side: " ".join(f"w{i}" for i in ids) for side, ids in pair.items()} for pair in pairs]
+    words = [[f"w{i}" for i in row] for row in ROWS]
+    text = [{"prompt": " ".join(row[:5]) + " ", "completion": " ".join(row[5:])} for row in words]
     model = bft_hf.patch(make_tiny_llama())
     tokens = tokenizer()
-    from tokenizers import pre_tokenizers
-
     tokens.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     arguments = {"output_dir": str(tmp_path), **QUIET, "max_steps": 3, "bf16": False, "gradient_checkpointing": False}
     trainer = SFTTrainer(
