@@ -140,12 +140,13 @@ class KrigingCall:
     def widen_query(self, query: Tensor, scaling: float) -> Tensor:
         """Append the constant that reads the key's bias channel, (batch, head, token, head_dim).
 
-        The key's other new channels are zero, so the constant may stand in all of them. It also stands there without a bias
-        of this pass: cached keys may hold one from a pass that had token_reliability.
+        It also stands there without a bias of this pass: cached keys may hold one from a pass that had token_reliability.
+        The other new channels are zero, since a quantised cache does not hold the key's zeros exactly.
         """
-        return nn.functional.pad(
-            query, (0, self.width(query.shape[-1]) - query.shape[-1]), value=_query_constant(scaling)
-        )
+        head_dim = query.shape[-1]
+        row = query.new_zeros(self.width(head_dim) - head_dim)
+        row[0] = _query_constant(scaling)
+        return torch.cat([query, row.expand(*query.shape[:-1], -1)], dim=-1)
 
     def read(
         self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import QuantizedLayer
 
 if TYPE_CHECKING:
     from .state import Precisions
@@ -119,6 +120,7 @@ def start_stream(
     if reliability is not None:
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         check_reliability(reliability, tokens.shape[0], pass_length({**kwargs, "input_ids": input_ids}))
+        check_cache(kwargs.get("cache", kwargs.get("past_key_values")), reliability)
     kwargs[STREAM] = Stream(list(module._bft_traces), input_ids, reliability)
     return args, kwargs
 
@@ -140,3 +142,13 @@ def check_reliability(reliability: Tensor, batch: int, keys: int) -> None:
         )
     if not bool(((reliability >= 0) & (reliability <= 1)).all()):
         raise ValueError("token_reliability has values outside [0, 1]: 0 is masked as evidence, 1 is no change")
+
+
+def check_cache(cache: Any, reliability: Tensor) -> None:
+    """Raise a ValueError for hidden keys in a quantised cache: their bias would be the range by which others are rounded."""
+    quantized = any(isinstance(layer, QuantizedLayer) for layer in getattr(cache, "layers", ()))
+    if quantized and bool((reliability == 0).any()):
+        raise ValueError(
+            "a quantized cache cannot hold a key with token_reliability 0 beside others: hide those positions by "
+            "attention_mask, or use a dynamic or static cache"
+        )
