@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,8 @@ def model_card(
 ) -> ModelCard:
     """The card of a patched model, or, with `config` None, of the plain model that it is compared with.
 
+    What is not given is not in the card: no section is empty.
+
     Args:
         config: what the model, or the adapter's base, is patched with.
         name: where the model is or will be, a Hub id or folder: the title and the argument of from_pretrained.
@@ -51,7 +54,7 @@ def model_card(
         datasets: Hub ids of the training data.
         training: prose or a list in Markdown on how it was trained.
         noise: of the training labels: "rate" in [0, 1], and where known "kind", "corrupted_labels" and "eligible_labels".
-        evaluation: metric by name, finite numbers; they also enter the metadata in model-index form.
+        evaluation: metric by name; finite ones also enter the metadata in model-index form.
         evaluated_on: the data of `evaluation`, a Hub id or any name.
         tags: beside "bft", "bft-hf" and, of an adapter, "lora".
         loading: Python that loads the model, in place of what this function would write.
@@ -65,21 +68,21 @@ def model_card(
     """
     if evaluation and not evaluated_on:
         raise ValueError("a card with metrics has to name the data they were measured on: give evaluated_on")
+    finite = {metric: value for metric, value in (evaluation or {}).items() if math.isfinite(value)}
     data = ModelCardData(
-        model_name=_title(name),
+        model_name=_title(name) if finite else None,
         base_model=base_model if is_hub_id(base_model) else None,
         library_name="peft" if adapter else "transformers",
         pipeline_tag="text-generation",
         datasets=list(datasets) or None,
         tags=list(dict.fromkeys([*(TAGS if config else ()), *(["lora"] if adapter else ()), *tags])) or None,
-        eval_results=[_eval_result(metric, value, str(evaluated_on)) for metric, value in (evaluation or {}).items()]
-        or None,
+        eval_results=[_eval_result(metric, value, str(evaluated_on)) for metric, value in finite.items()] or None,
     )
-    origin = f"`{base_model}` fine-tuned" if base_model else "A model"
+    origin = f"Made from `{base_model if is_hub_id(base_model) else _title(base_model)}`. " if base_model else ""
     if config:
-        about = f"{origin}; {'with its base patched it is ' if adapter else ''}{WHAT}"
+        about = f"{origin}{'With its base, which has to be patched, this adapter is ' if adapter else 'This is '}{WHAT}"
     else:
-        about = f"{origin} without the filter: the baseline of a comparison with Bayesian Filtering Transformers."
+        about = f"{origin}This model has no filter: it is the baseline of a comparison with Bayesian Filtering Transformers."
     parts = [f"# {_title(name)}", about, "## How to load"]
     if config and adapter:
         parts += [

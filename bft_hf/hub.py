@@ -57,6 +57,16 @@ def marked(config: Any, bft_config: BFTConfig) -> Iterator[None]:
         del config.bft_config
 
 
+def is_patched_checkpoint(folder: str | os.PathLike[str]) -> bool | None:
+    """Whether a folder's weights, a model's or an adapter's, hold tau and Q; None where no safetensors file says."""
+    files = list(Path(folder).glob("*.safetensors"))
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            if any(".bft." in name for name in tensors.keys()):  # noqa: SIM118 - no iterator
+                return True
+    return False if files else None
+
+
 def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -> None:
     """Refuse to go on from a training checkpoint whose patch is not the model's.
 
@@ -67,31 +77,28 @@ def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -
     Raises:
         ValueError: one is patched and the other is not, or they are patched differently.
     """
-    folder = Path(checkpoint)
-    saved: BFTConfig | None = None
-    if (folder / "config.json").exists():
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("bft_config")
-        saved = None if values is None else BFTConfig.from_dict(values)
-        patched = saved is not None
-    elif (folder / "adapter_model.safetensors").exists():
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as tensors:
-            patched = any(".bft." in name for name in tensors.keys())  # noqa: SIM118
-    else:
+    patched = is_patched_checkpoint(checkpoint)
+    if patched is None:
         return
     if patched and config is None:
         raise ValueError(
-            f"{folder} is of a patched model and this one is not: call bft_hf.patch(model) before training goes on"
+            f"{checkpoint} is of a patched model and this one is not: call bft_hf.patch(model) before training goes on"
         )
     if config is not None and not patched:
         raise ValueError(
-            f"{folder} is of a plain model and this one is patched: go on with the plain one, or train anew"
+            f"{checkpoint} is of a plain model and this one is patched: go on with a plain one, or train anew"
         )
-    if saved is not None and saved != config:
-        field = next(name for name, value in vars(saved).items() if value != getattr(config, name))
-        raise ValueError(
-            f"{folder} was patched with {field}={getattr(saved, field)!r} and this model with {getattr(config, field)!r}: "
-            "patch with the checkpoint's configuration"
-        )
+    file = Path(checkpoint, "config.json")
+    values = json.loads(file.read_text(encoding="utf-8")).get("bft_config") if file.exists() else None
+    if config is None or values is None:
+        return
+    saved = BFTConfig.from_dict(values)
+    for name, value in vars(saved).items():
+        if value != getattr(config, name):
+            raise ValueError(
+                f"{checkpoint} was patched with {name}={value!r} and this model with {getattr(config, name)!r}: patch it with "
+                "the checkpoint's configuration"
+            )
 
 
 class PendingActivation(nn.Module):

@@ -195,6 +195,8 @@ def _resume_path(training: Any, method: str) -> str | None:
     """
     from transformers.trainer_utils import get_last_checkpoint
 
+    from bft_hf.hub import is_patched_checkpoint
+
     given = training.resume_from_checkpoint
     if given is None or str(given).lower() in ("false", "no", "0"):
         return None
@@ -206,25 +208,11 @@ def _resume_path(training: Any, method: str) -> str | None:
         path = last
     if not Path(path, "trainer_state.json").is_file():
         raise UsageError(f"--resume_from_checkpoint {path}: no checkpoint there (no trainer_state.json)")
-    patched = _holds_bft(Path(path))
+    patched = is_patched_checkpoint(path)
     if patched is not None and patched != METHODS[method].patched:
         kind, other = ("patched", "bft") if patched else ("plain", "sft")
         raise UsageError(f"--resume_from_checkpoint {path} is of a {kind} model: use --method {other}")
     return path
-
-
-def _holds_bft(checkpoint: Path) -> bool | None:
-    """Whether a checkpoint's weights have tau and Q; None where no safetensors file says."""
-    from safetensors import safe_open
-
-    files = list(checkpoint.glob("*.safetensors"))
-    if not files:
-        return None
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            if any(".bft." in name for name in tensors.keys()):  # noqa: SIM118 - no iterator
-                return True
-    return False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
 import bft_hf
+from bft_hf.hub import check_resume
 
 FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 
@@ -69,6 +70,11 @@ class BFTSFTTrainer(SFTTrainer):
         self.bft_learning_rate = bft_learning_rate
         self.card = card
         super().__init__(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse another patch than the checkpoint's here: the optimizer would only say that its groups differ."""
+        check_resume(resume_from_checkpoint, bft_hf.get_config(self.model))
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, with the trainable tau and Q moved into a group of their own.

@@ -89,3 +89,16 @@ def test_values_with_a_large_mean_move_the_gain_little(dtype: torch.dtype) -> No
     assert (residual == 0).any(), "the values are not far enough from zero for this test to mean anything"
     assert (gains[torch.float64] - gains[dtype]).abs().max() < 0.02
     assert gains[torch.float64].std() > 0.05
+
+
+@pytest.mark.parametrize("initial_precision", ["constant", "mlp"])
+def test_a_model_patched_on_the_meta_device_takes_its_tensors_later(initial_precision: str) -> None:
+    config = BFTConfig(initial_precision=initial_precision)
+    model = bft_hf.patch(make_tiny_llama(), config)
+    with torch.device("meta"):
+        empty = bft_hf.patch(type(model)(model.config), config)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    empty.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state dict
+    ids = torch.tensor([[5, 9, 30]])
+    assert torch.equal(empty.eval()(ids).logits, model(ids).logits)
