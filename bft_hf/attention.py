@@ -21,6 +21,7 @@ from .config import BFTConfig
 from .sample_size import ESTIMATORS
 from .state import full_precision, state_dtype
 from .stream import Stream
+from .visibility import Visibility
 
 ATTENTION = "bft_kriging"
 """The name under which `kriging_attention` stands in transformers' registry of attention functions."""
@@ -149,11 +150,11 @@ class KrigingCall:
         return torch.cat([query, row.expand(*query.shape[:-1], -1)], dim=-1)
 
     def read(
-        self, output: Tensor, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, head_dim: int
+        self, output: Tensor, query: Tensor, key: Tensor, visibility: Visibility, scaling: float, head_dim: int
     ) -> KrigingOutput:
         """Split what the attention function returned, (batch, token, head, width), into the filter's quantities."""
         dtype = state_dtype(output)
-        visible_keys, visible = self.stream.visible_keys(attention_mask, query, key)
+        visible_keys, visible = self.stream.visible_keys(visibility)
         sizes = [self.moment_channels(head_dim), self.estimator.num_channels, int(self.key_variance is not None)]
         extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
         moment, probes, variance = extras.split(sizes, dim=-1)
@@ -164,7 +165,7 @@ class KrigingCall:
             visible_keys,
             query=query,
             key=key,
-            attention_mask=attention_mask,
+            visibility=visibility,
             scaling=scaling,
             dtype=dtype,
         )
@@ -231,7 +232,8 @@ def kriging_attention(
         The kriging estimate (batch, token, head, head_dim), and the kriging weights where the user's function has any.
     """
     original = module._bft_original_class
-    attend = attention_function(original, module.config.bft_implementation)
+    implementation = module.config.bft_implementation
+    attend = attention_function(original, implementation)
     if bft_call is None:  # somebody runs the attention by itself, outside its decoder layer
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
     head_dim = query.shape[-1]
@@ -239,7 +241,9 @@ def kriging_attention(
     query = bft_call.widen_query(query, scaling)
     output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
     with full_precision(output):
-        bft_call.output = bft_call.read(output, query, key, attention_mask, scaling, head_dim)
+        flash_positions = bft_call.position_ids if "flash" in (implementation or "") else None
+        visibility = Visibility(attention_mask, query, key, flash_positions)
+        bft_call.output = bft_call.read(output, query, key, visibility, scaling, head_dim)
     if dropout:
         # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
         output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)

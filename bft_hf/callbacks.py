@@ -31,7 +31,8 @@ class BFTCallback(TrainerCallback):
     "train/", as all that they log), and so does `trainer.state.log_history`. The progress bar is spared: a model of 22 layers
     has 88 such numbers. The means are taken in the training pass itself, over the step's real tokens (and heads, and channels)
     on this process, where padding is known by the attention mask. They have no influence on gradients or on random numbers, and
-    steps that are not logged pay nothing.
+    steps that are not logged pay nothing. Under torch.compile a measured step is a graph of its own: compiled once more, and
+    equal to rounding.
 
     A model that is not patched is left alone, so that a baseline can be trained by the same script.
 

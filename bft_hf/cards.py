@@ -185,10 +185,10 @@ def _data_lines(datasets: Sequence[str], noise: Mapping[str, Any] | None) -> lis
     lines = [f"- Data: {', '.join(f'`{dataset}`' for dataset in datasets)}"] if datasets else []
     if noise:
         kind = f" ({noise['kind']})" if noise.get("kind") else ""
-        line = f"- Label noise: rate {noise['rate']:g}{kind}"
+        line = f"- Label noise {noise['rate']:g}{kind}"
         if noise.get("eligible_labels"):
             line += (
-                f", {noise['corrupted_labels']} of {noise['eligible_labels']} labels replaced; the inputs stayed clean"
+                f": {noise['corrupted_labels']} of {noise['eligible_labels']} labels replaced; the inputs stayed clean"
             )
         lines += [line]
     return ["\n".join(lines)] if lines else []

@@ -74,7 +74,7 @@ class BFTDecoderLayer(InPlaceSubclass):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        return functools.partial(_checkpoint, self.bft.slot, self.__dict__["_gradient_checkpointing_func"])
+        return functools.partial(_checkpoint, self.bft, self.__dict__["_gradient_checkpointing_func"])
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, checkpoint: Callable[..., Any]) -> None:
@@ -121,7 +121,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         with full_precision(hidden_states):
             jacobian = None if activations is None else self._jacobian(hidden_states, ffn, activations)
             stream.write(state.slot + 1, self._predict(all_updated, jacobian))
-        stream.log_scale[state.slot + 1] = state.predicted_log_scale() if state.predicts else 0.0
+        stream.log_scale[state.slot + 1] = state.next_log_scale()
         for trace in stream.traces:
             trace.add(state.layer_index, precisions[0], observation, gain, jacobian, updated)
         return hidden_states + output
@@ -225,29 +225,29 @@ class BFTDecoderLayer(InPlaceSubclass):
 
 
 def _checkpoint(
-    slot: int, checkpoint: Callable[..., Any], run: functools.partial, hidden_states: Tensor, *precisions: Tensor
+    state: BFTState, checkpoint: Callable[..., Any], run: functools.partial, hidden_states: Tensor, *precisions: Tensor
 ) -> Any:
     """Activation checkpointing of one layer with the precision as a visible input and output.
 
     Reentrant checkpointing differentiates only what enters and leaves by argument and result: a precision that travelled
-    through the stream alone would silently take its gradient along.
+    through the stream alone would silently take its gradient along. And the compiler takes a checkpointed function whole
+    only if it changes nothing outside itself: the layer runs on a stream of its own.
     """
     keywords = getattr(run, "keywords", None)
     if not isinstance(keywords, dict) or STREAM not in keywords:
         # The function was read from a layer, wrapped and put back: the call around this one carries the precision.
         return checkpoint(run, hidden_states, *precisions)
     stream: Stream = keywords[STREAM]
+    slot = state.slot
 
     def run_with_precision(hidden_states: Tensor, *precisions: Tensor) -> tuple[Tensor, ...]:
-        if precisions:
-            stream.write(slot, precisions)
-        outside, stream.in_checkpoint = stream.in_checkpoint, True
-        try:
-            output = run(hidden_states)
-        finally:
-            stream.in_checkpoint = outside
-        return output, *(stream.read(slot + 1) or ())
+        inner = stream.for_checkpoint(slot, precisions)
+        output = run(hidden_states, **{STREAM: inner})
+        if not torch.compiler.is_compiling():
+            stream.share(inner)
+        return output, *(inner.read(slot + 1) or ())
 
     output, *written = checkpoint(run_with_precision, hidden_states, *(stream.read(slot) or ()))
     stream.write(slot + 1, tuple(written))
+    stream.log_scale[slot + 1] = state.next_log_scale()
     return output

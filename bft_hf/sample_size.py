@@ -9,13 +9,11 @@ from torch import Tensor
 
 from .filter import probe_effective_sample_size, probe_signs
 from .state import full_precision
-from .stream import Stream, mask_to_bool
+from .stream import Stream
+from .visibility import Visibility
 
 NUM_PROBES = 7
 """m: with the moment channel they fill the eight channels by which the values are widened, so they cost nothing more."""
-
-BLOCK_ROWS = 128
-"""Query rows whose scores "exact" holds at a time: memory is O(batch * head * BLOCK_ROWS * keys), not tokens x keys."""
 
 
 class Probe:
@@ -51,12 +49,12 @@ class Exact:
         *,
         query: Tensor,
         key: Tensor,
-        attention_mask: Tensor | None,
+        visibility: Visibility,
         scaling: float,
         dtype: torch.dtype,
     ) -> Tensor:
         """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
-        square_sum = _SquareSum.apply(query, key, attention_mask, scaling, dtype).transpose(1, 2)
+        square_sum = _SquareSum.apply(query, key, visibility, scaling, dtype).transpose(1, 2)
         # Rows that see nothing have no weights; their count stands as 1.
         return 1 / torch.maximum(square_sum, 1 / visible_keys.unsqueeze(-1))
 
@@ -72,11 +70,11 @@ class _SquareSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, dtype: torch.dtype
+        ctx: Any, query: Tensor, key: Tensor, visibility: Visibility, scaling: float, dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(query, key, attention_mask)
-        ctx.scaling, ctx.dtype = scaling, dtype
-        blocks = [_weights(query, key, attention_mask, scaling, dtype, rows) for rows in _row_blocks(query)]
+        ctx.save_for_backward(query, key)
+        ctx.visibility, ctx.scaling, ctx.dtype = visibility, scaling, dtype
+        blocks = [_weights(query, key, visibility, scaling, dtype, rows) for rows in visibility.row_blocks()]
         return torch.cat([weights.square().sum(-1).flatten(1, 2) for weights in blocks], dim=-1)
 
     @staticmethod
@@ -86,12 +84,12 @@ class _SquareSum(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, attention_mask = ctx.saved_tensors
+        query, key = ctx.saved_tensors
         grad_query = torch.empty_like(query)
         grad_key = torch.zeros_like(key, dtype=ctx.dtype)
         groups = key.shape[1]
-        for rows in _row_blocks(query):
-            weights = _weights(query, key, attention_mask, ctx.scaling, ctx.dtype, rows)
+        for rows in ctx.visibility.row_blocks():
+            weights = _weights(query, key, ctx.visibility, ctx.scaling, ctx.dtype, rows)
             square_sum = weights.square().sum(-1, keepdim=True)
             grad_rows = grad[..., rows].unflatten(1, (groups, -1)).unsqueeze(-1).to(ctx.dtype)
             grad_scores = grad_rows * 2 * weights * (weights - square_sum) * ctx.scaling
@@ -102,24 +100,18 @@ class _SquareSum(torch.autograd.Function):
         return grad_query, grad_key.to(key.dtype), None, None, None
 
 
-def _row_blocks(query: Tensor) -> list[slice]:
-    return [slice(start, start + BLOCK_ROWS) for start in range(0, query.shape[2], BLOCK_ROWS)]
-
-
 def _weights(
-    query: Tensor, key: Tensor, attention_mask: Tensor | None, scaling: float, dtype: torch.dtype, rows: slice
+    query: Tensor, key: Tensor, visibility: Visibility, scaling: float, dtype: torch.dtype, rows: slice
 ) -> Tensor:
     """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key); 0 in rows that see nothing."""
     queries = query[:, :, rows].unflatten(1, (key.shape[1], -1)).to(dtype)
     scores = queries @ key.unsqueeze(2).to(dtype).transpose(-1, -2) * scaling
-    if attention_mask is not None:
-        mask = attention_mask[:, :, rows]
-        visible = mask_to_bool(mask, key.shape[2]).unsqueeze(1)
-        bias = 0 if mask.dtype == torch.bool else mask[..., : key.shape[2]].unsqueeze(1).to(dtype)
-        scores = (scores + bias).masked_fill(~visible, -torch.inf)
-        return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible
-    if query.shape[2] > 1:  # causal over keys that begin with these tokens, as in Stream.visible_keys
-        row = torch.arange(rows.start, min(rows.stop, query.shape[2]), device=query.device)
-        future = torch.arange(key.shape[2], device=query.device) > row[:, None]
-        scores = scores.masked_fill(future, -torch.inf)
-    return scores.softmax(-1)
+    mask = visibility.attention_mask
+    if isinstance(mask, Tensor) and mask.ndim == 4 and mask.is_floating_point():
+        scores = scores + mask[:, :, rows, : key.shape[2]].unsqueeze(1).to(dtype)
+    visible = visibility.rows(rows)
+    if visible is None:
+        return scores.softmax(-1)
+    visible = visible[:, None, None]
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible

@@ -149,8 +149,10 @@ class BFTState(nn.Module):
         noise = getattr(self, f"log_{key}process_noise", None)
         return self.config.initial_process_noise if noise is None else noise.to(dtype).exp()
 
-    def predicted_log_scale(self) -> Tensor | float:
+    def next_log_scale(self) -> Tensor | float:
         """About the log of the key precision that this layer predicts: lam'' is at most 1/Q."""
+        if not self.predicts:
+            return 0.0
         noise = getattr(self, f"log_{self.tracked[-1]}process_noise", None)
         return -math.log(self.config.initial_process_noise) if noise is None else -noise.detach().mean()
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import QuantizedLayer
 
+from .visibility import Visibility
+
 if TYPE_CHECKING:
     from .state import Precisions
     from .tracing import Trace
@@ -44,7 +46,21 @@ class Stream:
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False
         self._slots: dict[int, Precisions] = {}
-        self._visible: tuple[tuple[Any, int, int], tuple[Tensor, Tensor | None]] | None = None
+        self._visible: tuple[Visibility, tuple[Tensor, Tensor | None]] | None = None
+
+    def for_checkpoint(self, slot: int, precisions: Precisions) -> Stream:
+        """A stream for one layer that runs, now or again, within the model's own activation checkpointing."""
+        inner = Stream(self.traces, self.input_ids, self.token_reliability)
+        inner.grad_enabled, inner.in_checkpoint = self.grad_enabled, True
+        inner.signs, inner._visible = self.signs, self._visible
+        inner.log_scale = {key: scale for key, scale in self.log_scale.items() if key == slot}
+        if precisions:
+            inner.write(slot, precisions)
+        return inner
+
+    def share(self, inner: Stream) -> None:
+        """Keep what a layer's own stream worked out for all layers."""
+        self.signs, self._visible = inner.signs, inner._visible
 
     def read(self, slot: int) -> Precisions | None:
         """The precisions that patched layer `slot` starts from; None for the first one, which makes its own."""
@@ -58,52 +74,24 @@ class Stream:
         """rho of the pass's own tokens, (batch, token)."""
         return None if self.token_reliability is None else self.token_reliability[:, -tokens:]
 
-    def visible_keys(self, attention_mask: Tensor | None, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor | None]:
+    def visible_keys(self, visibility: Visibility) -> tuple[Tensor, Tensor | None]:
         """How many reliable keys each query sees; counted once for all layers that share a mask.
-
-        Args:
-            attention_mask: (batch, 1, token, key), boolean or additive, or None for the causal case.
-            query: (batch, head, token, head_dim).
-            key: (batch, head, key, head_dim).
 
         Returns:
             The count, (batch or 1, token), as a number from 1; and whether it really is one at least, None if always.
         """
-        tokens, keys = query.shape[2], key.shape[2]
-        if self._visible is not None:
-            (mask, *sizes), visible = self._visible
-            if mask is attention_mask and sizes == [tokens, keys]:
-                return visible
+        if self._visible is not None and self._visible[0] == visibility:
+            return self._visible[1]
         reliable = None
         if self.token_reliability is not None:
             # Static caches have room beyond the tokens seen so far, which the mask hides; sliding ones keep the last.
-            reliable = self.token_reliability[:, -keys:] > 0
-            reliable = nn.functional.pad(reliable, (0, keys - reliable.shape[1]))
-        count = _count_visible(attention_mask, tokens, keys, reliable, query.device)
-        seen = None if attention_mask is None and reliable is None else count > 0
+            reliable = self.token_reliability[:, -visibility.keys :] > 0
+            reliable = nn.functional.pad(reliable, (0, visibility.keys - reliable.shape[1]))
+        count = visibility.count(reliable)
+        seen = None if visibility.attention_mask is None and reliable is None else count > 0
         visible = count.clamp_min(1).to(torch.float32), seen
-        self._visible = ((attention_mask, tokens, keys), visible)
+        self._visible = (visibility, visible)
         return visible
-
-
-def mask_to_bool(attention_mask: Tensor, num_keys: int) -> Tensor:
-    """An attention mask as True for visible keys; additive masks hide a key by the most negative number or -inf."""
-    mask = attention_mask[..., :num_keys]
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def _count_visible(
-    attention_mask: Tensor | None, tokens: int, keys: int, reliable: Tensor | None, device: torch.device
-) -> Tensor:
-    if isinstance(attention_mask, Tensor):
-        seen = mask_to_bool(attention_mask, keys)
-        return (seen if reliable is None else seen & reliable[:, None, None]).sum(-1)[:, 0]
-    if tokens == 1:
-        return torch.full((1, 1), keys, device=device) if reliable is None else reliable.sum(-1, keepdim=True)
-    # No mask means plain causal attention over keys that begin with these tokens (also in a static cache).
-    if reliable is None:
-        return torch.arange(1, tokens + 1, device=device)[None]
-    return reliable[:, :tokens].cumsum(-1)
 
 
 def start_stream(

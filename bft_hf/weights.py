@@ -61,13 +61,16 @@ def _lora_variants(module: nn.Module) -> bool:
 @torch.no_grad()
 def _probe_weight(module: nn.Module) -> Tensor:
     """Read any linear module by its answers to the unit vectors; evaluation mode keeps adapter dropout out of it."""
-    reference = next(p for p in module.parameters() if p.is_floating_point())
+    parameters = list(module.parameters())
+    # A quantised module may hold integers alone; it takes float32 and computes in what it was told to.
+    dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
+    device = parameters[0].device
     base = module.get_base_layer() if hasattr(module, "get_base_layer") else module
     training = module.training
     module.eval()
     try:
-        zero = torch.zeros(1, base.in_features, dtype=reference.dtype, device=reference.device)
-        unit = torch.eye(base.in_features, dtype=reference.dtype, device=reference.device)
+        zero = torch.zeros(1, base.in_features, dtype=dtype, device=device)
+        unit = torch.eye(base.in_features, dtype=dtype, device=device)
         return (module(unit) - module(zero)).T
     finally:
         module.train(training)

@@ -188,7 +188,9 @@ class _Handler(BaseHTTPRequestHandler):
         return commit
 
     def whoami(self, body: bytes) -> None:
-        self._send({"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}})
+        self._send(
+            {"type": "user", "name": USER, "fullname": USER, "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        )
 
     def create(self, body: bytes) -> None:
         asked = json.loads(body)

@@ -229,7 +229,9 @@ def test_quantised_base_is_read_dequantised(bits: int, tiny_llama: Callable[...,
 
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     tiny_llama(**sizes).save_pretrained(tmp_path)
-    options: dict[str, Any] = {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    options: dict[str, Any] = (
+        {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    )
     quantised = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32, device_map="cpu"
     )

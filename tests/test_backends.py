@@ -131,14 +131,15 @@ def assert_same(ours: Any, theirs: Any, kept: torch.Tensor, tolerance: float = 1
             assert_close(a[kept], b[kept], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize(
+    ("name", "side"), [("default", "none"), ("default", "right"), ("exact", "right"), *((name, "left") for name in CONFIGS)]
+)
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention", "flash_attention_2"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_backends_agree_with_eager(
-    config: BFTConfig, backend: str, side: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
+    backend: str, name: str, side: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
 ) -> None:
     """unsloth #3699, transformers #30378: logits and all that record() shows, with padding on either side."""
-    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager"), config))
+    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager"), CONFIGS[name]))
     inputs = padded(side)
     kept = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     eager = run(model, inputs)
@@ -146,7 +147,7 @@ def test_backends_agree_with_eager(
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", "flash_attention_2"])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["exact"]], ids=["default", "exact"])
 def test_padded_rows_see_nothing_on_every_backend(
     config: BFTConfig, backend: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
 ) -> None:
@@ -207,6 +208,8 @@ def test_chunks_and_steps_on_a_cache_agree_with_one_pass(
 ) -> None:
     if backend == "flash_attention_2" and cache == "static":
         pytest.skip("transformers refuses a static cache with flash attention")
+    if backend == "flex_attention" and cache == "static":
+        pytest.skip("a plain model disagrees with itself there: its mask reads a length that the cache has changed by then")
     model = tiny_llama(attn_implementation="eager")
     moved(bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size)))
     inputs = tiny_batch()
@@ -289,8 +292,8 @@ def test_a_backend_registered_by_the_user_is_called(
         calls.append(args[1].shape)
         return modeling_llama.eager_attention_forward(*args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "mine", mine)
-    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "mine", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", mine)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
     model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager")))
     expected = run(model, {"input_ids": IDS})
     model.set_attn_implementation("mine")

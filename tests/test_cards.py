@@ -59,7 +59,7 @@ def test_metadata_is_what_the_hub_reads(full: ModelCard, tmp_path: Path) -> None
 
 def test_text_tells_what_it_is_how_it_was_made_and_its_configuration(full: ModelCard) -> None:
     text = full.text
-    for words in ("Bayesian Filtering Transformer", "2605.18832", "rate 0.3 (token)", "30 of 100", "One seed", "0.625"):
+    for words in ("Bayesian Filtering Transformer", "2605.18832", "noise 0.3 (token)", "30 of 100", "One seed", "0.625"):
         assert words in text, words
     (block,) = re.findall(r"```json\n(.*?)```", text, flags=re.S)
     assert BFTConfig.from_json_string(block) == CONFIG
@@ -78,7 +78,9 @@ def test_what_is_unknown_is_left_out() -> None:
 
 
 def test_a_plain_baseline_is_not_tagged_as_ours() -> None:
-    card = model_card(None, "someone/sft", base_model="owner/base", evaluation={"F1": 0.5}, evaluated_on="own questions")
+    card = model_card(
+        None, "someone/sft", base_model="owner/base", evaluation={"F1": 0.5}, evaluated_on="own questions"
+    )
     assert card.data.tags is None and "bft_hf" not in card.text and "baseline" in card.text
     assert card.data.to_dict()["model-index"][0]["results"][0]["dataset"] == {
         "type": "own-questions",
@@ -115,7 +117,9 @@ def test_code_in_the_card_of_an_adapter_runs(tiny_llama: Callable[..., Any], tmp
     base = bft_hf.patch(type(tiny_llama()).from_pretrained(tmp_path / "base"), CONFIG)
     model = get_peft_model(
         base,
-        LoraConfig(target_modules="all-linear", modules_to_save=["bft"], init_lora_weights=False, task_type="CAUSAL_LM"),
+        LoraConfig(
+            target_modules="all-linear", modules_to_save=["bft"], init_lora_weights=False, task_type="CAUSAL_LM"
+        ),
     )
     model.save_pretrained(tmp_path / "adapter")
     card = card_of(model, str(tmp_path / "adapter"))

@@ -74,7 +74,9 @@ def assert_same_step(ours: tuple[Tensor, dict[str, Tensor]], expected: tuple[Ten
 def test_one_graph_with_eagers_values(name: str) -> None:
     """fullgraph=True turns every graph break into an error; a second and third step compile nothing."""
     model = make(CONFIGS[name])
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend(
+        "aot_eager" if name == "default" else "eager"
+    )  # the first takes five times as long
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-3))
     model.train()
@@ -87,10 +89,8 @@ def test_one_graph_with_eagers_values(name: str) -> None:
     assert counter.frame_count == 1
     assert seen[0] - seen[2] > 1e-3
     model.eval()
-    for _ in range(2):
-        torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
-    # The second pass may read what the eager pass between them has kept.
-    assert counter.frame_count <= 3
+    torch.testing.assert_close(logits(compiled), logits(model), rtol=1e-5, atol=1e-5)
+    assert counter.frame_count == 2
 
 
 def test_inductor_computes_what_eager_does() -> None:

@@ -16,7 +16,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from distributed import ddp, fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import bft_hf
 
@@ -130,6 +130,23 @@ def test_sharded_layers_are_refused_by_patch_and_kept_by_unpatch(
     except (RuntimeError, ValueError):  # a refusal that leaves everything as it was is as good
         assert bft_hf.is_patched(model)
     assert isinstance(model.model.layers[1], FSDPModule)
+
+
+def test_fsdp2_in_mixed_precision_reads_tau_and_q_in_full(one_process: Any, tiny_llama: Callable[..., Any]) -> None:
+    """lerobot #2146: a float32 parameter under a bfloat16 policy. log Q = 9.2 is 9.1875 or 9.25 there: Q off by 2 %."""
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.identity())
+    with torch.no_grad():
+        for parameter in bft_hf.bft_parameters(model).values():
+            parameter += 0.0123
+    parameters = {name: value.item() for name, value in bft_hf.bft_parameters(model).items()}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=one_process, mp_policy=policy)
+    fully_shard(model, mesh=one_process, mp_policy=policy)
+    with torch.no_grad(), bft_hf.record(model) as trace:
+        assert model(input_ids=fsdp.IDS).logits.dtype == torch.bfloat16
+    log_tau = next(value for name, value in parameters.items() if "initial_precision" in name)
+    assert trace.precision[0].log().flatten()[0].item() == pytest.approx(log_tau, abs=1e-4)
 
 
 def environment_of(name: str) -> dict[str, str]:

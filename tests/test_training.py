@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -351,7 +352,9 @@ def documents() -> Dataset:
     )
 
 
-@pytest.mark.parametrize("options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"packing": True, "max_length": 16}, {"padding_free": True, "max_length": None}], ids=str
+)
 @pytest.mark.filterwarnings("ignore:.*flash.*")
 def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp_path: Path) -> None:
     """trl #3910: without a flash kernel packed documents read each other."""
@@ -368,11 +371,11 @@ def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp
     starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(ids)]
     model.zero_grad()
     total = torch.zeros(())
-    for first, last in zip(starts, starts[1:], strict=False):
+    for first, last in pairwise(starts):
         if last - first > 1:
             logits = model(input_ids=ids[None, first:last]).logits[0, :-1]
             total = total + cross_entropy(logits, ids[first + 1 : last], reduction="sum")
-    apart = total / sum(last - first - 1 for first, last in zip(starts, starts[1:], strict=False))
+    apart = total / sum(last - first - 1 for first, last in pairwise(starts))
     apart.backward()
     torch.testing.assert_close(loss, apart, rtol=1e-5, atol=1e-5)
     for name, parameter in model.named_parameters():
@@ -430,9 +433,7 @@ def test_patch_train_generate_unpatch_in_one_go(tmp_path: Path) -> None:
     reliability[:, 3:9] = 0
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     masked = model.generate(**prompt, token_reliability=reliability, **options)
-    assert torch.equal(
-        masked, model.generate(**prompt, token_reliability=reliability, use_cache=False, **options)
-    )
+    assert torch.equal(masked, model.generate(**prompt, token_reliability=reliability, use_cache=False, **options))
     with torch.no_grad():
         same = model(**prompt, token_reliability=torch.ones(2, 12)).logits
         other = model(**prompt, token_reliability=reliability).logits
@@ -450,6 +451,11 @@ def test_patch_train_generate_unpatch_in_one_go(tmp_path: Path) -> None:
 
 
 # --- convergence, as Liger tests it ----------------------------------------------------------------------------------------
+
+
+# Measured: 1.2e-6 for both, at losses that fall from 4.13 to 2.08, and with AdamW fused or not.
+LOSS_TOLERANCE = 1e-5
+PARAMETER_TOLERANCE = 1e-5
 
 
 def reference_loss(state: dict[str, Tensor], config: Any, settings: Settings, ids: Tensor, mask: Tensor) -> Tensor:
@@ -509,7 +515,7 @@ def test_thirty_two_steps_follow_the_reference(fused: bool) -> None:
             atol=PARAMETER_TOLERANCE,
             msg=lambda m, n=name: f"{n}: {m}",
         )
-        assert (parameter.detach() - start[name]).abs().max() > 100 * PARAMETER_TOLERANCE, name
+        assert (parameter.detach() - start[name]).abs().max() > 1000 * PARAMETER_TOLERANCE, name
     # Another filter does not pass: kriging off from the same start.
     other = reference_loss(
         {name: value.double() for name, value in start.items()},
@@ -518,11 +524,7 @@ def test_thirty_two_steps_follow_the_reference(fused: bool) -> None:
         batches[0],
         mask,
     )
-    assert abs(other.item() - ours[0]) > 10 * LOSS_TOLERANCE
-
-
-LOSS_TOLERANCE = 1e-4
-PARAMETER_TOLERANCE = 2e-4
+    assert abs(other.item() - ours[0]) > 100 * LOSS_TOLERANCE
 
 
 @pytest.fixture(autouse=True)
