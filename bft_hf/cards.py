@@ -154,7 +154,8 @@ def write_missing_card(model: nn.Module, folder: str | os.PathLike[str], name: s
             return
         made = card_of(model, name or str(folder))
         # Tags that were asked for by push_to_hub(tags=...) or model.add_model_tags.
-        made.data.tags = list(dict.fromkeys([*(made.data.tags or []), *(card.data.tags or [])]))
+        tags = [*(made.data.to_dict().get("tags") or []), *(card.data.to_dict().get("tags") or [])]
+        made.data["tags"] = list(dict.fromkeys(tags))
     else:
         made = card_of(model, name or str(folder))
     made.save(path)

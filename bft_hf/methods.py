@@ -7,12 +7,14 @@ model holds a copy that refers to the copy. Functions bound by hand would go on 
 from __future__ import annotations
 
 import inspect
+import os
 from typing import Any
 
 from torch import Tensor, nn
 
 from .architectures import find_base_model
 from .attention import widened
+from .cards import TAGS, write_missing_card
 from .hub import marked
 from .state import BFTState
 from .stream import pass_length
@@ -84,14 +86,26 @@ class InitWeights(Override):
 
 
 class SavePretrained(Override):
-    """Lets config.json tell that the model is patched."""
+    """Lets config.json tell that the model is patched, and leaves a model card where there is none."""
 
     name = "save_pretrained"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         states = (module for module in self.model.modules() if isinstance(module, BFTState))
         with marked(self.model.config, next(states).config):
-            self.original(*args, **kwargs)
+            self.original(save_directory, is_main_process, **kwargs)
+        if is_main_process and os.path.isdir(save_directory):
+            write_missing_card(self.model, save_directory, kwargs.get("repo_id"))
+
+
+class UploadModifiedFiles(Override):
+    """What push_to_hub calls last: puts our card in the place of the one that it generates for a model without any."""
+
+    name = "_upload_modified_files"
+
+    def __call__(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        write_missing_card(self.model, working_dir, repo_id)
+        return self.original(working_dir, repo_id, *args, **kwargs)
 
 
 class CandidateGenerator(Override):
@@ -133,6 +147,7 @@ OVERRIDES = (
     PrepareInputsForGeneration,
     InitWeights,
     SavePretrained,
+    UploadModifiedFiles,
 )
 
 
@@ -141,6 +156,8 @@ def override_methods(model: nn.Module) -> None:
     for override in OVERRIDES:
         if hasattr(type(model), override.name):
             setattr(model, override.name, override(model))
+    if hasattr(model, "add_model_tags"):  # they go into every card, those of PEFT, TRL and push_to_hub too
+        model.add_model_tags(list(TAGS))
 
 
 def restore_methods(model: nn.Module) -> None:
@@ -148,3 +165,5 @@ def restore_methods(model: nn.Module) -> None:
     for override in OVERRIDES:
         if isinstance(vars(model).get(override.name), override):
             delattr(model, override.name)
+    if getattr(model, "model_tags", None):
+        model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None

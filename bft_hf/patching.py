@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -69,6 +70,8 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
         override_methods(module)
+    if importlib.util.find_spec("peft") is not None:
+        from . import adapters  # noqa: F401 - from now on PEFT keeps what a patched base's adapters need
     return model
 
 

@@ -211,59 +211,39 @@ def card_text(results: Mapping[str, Any], folder: str) -> str:
         results: What results.json holds; "after" may be missing, in a checkpoint's card.
         folder: Where the model is: a path or a Hub id.
     """
-    from huggingface_hub import ModelCard, ModelCardData
+    from bft_hf import BFTConfig
+    from bft_hf.cards import model_card
 
-    patched, base = results["bft_config"] is not None, results["model"]
-    on_hub = "/" in base and not os.path.exists(base)
-    data = ModelCardData(
-        base_model=base if on_hub else None,
-        library_name="peft" if results["adapter"] else "transformers",
-        pipeline_tag="text-generation",
-        datasets=[results["data"]["train"]] if results["data"]["train_on_hub"] else None,
-        tags=["trl", "sft"] + (["bft", "bft-hf"] if patched else []) + (["lora"] if results["adapter"] else []),
-    )
-    name = Path(folder).name
-    what = (
-        "a Bayesian Filtering Transformer: every token carries a precision beside its hidden state, attention weights "
-        "neighbours by it, and each layer adds its attention output with a Kalman gain "
-        "([arXiv 2605.18832](https://arxiv.org/abs/2605.18832))."
-        if patched
-        else "a plain fine-tuned model, the baseline of a comparison with Bayesian Filtering Transformers."
-    )
-    noise, counts = results["noise"], results["parameters"]
-    parts = [
-        f"# {name}",
-        f"`{base}` fine-tuned on `{results['data']['train']}` with `bft-sft`; {what}",
-        "## How to load",
-    ]
-    if patched and results["adapter"]:
-        parts += [
-            "This is an adapter of a patched model: **the base has to be patched first**, with the configuration below. "
-            "On a plain base tau and Q have nowhere to go."
-        ]
-    elif patched:
-        parts += ["`import bft_hf` first (`pip install bft-hf`): it is what makes the Auto classes patch the model."]
-    parts += [f"```python\n{load_snippet(results, folder)}\n```", "## Training"]
-    parts += [
-        f"- {results['data']['train_examples']} questions, noise {noise['rate']:g} ({noise['kind']}): "
-        f"{noise['corrupted_labels']} of {noise['eligible_labels']} answer labels were replaced by wrong tokens; the "
-        f"inputs stayed clean.\n- Seed {results['seed']}; {counts['trainable']:,} trained parameters"
-        + (f", {counts['bft']:,} of them tau and Q ({counts['bft_share']:.5%} of the model)." if patched else ".")
+    data, counts, after = results["data"], results["parameters"], results.get("after")
+    config = BFTConfig.from_dict(results["bft_config"]) if results["bft_config"] else None
+    names = {"exact_match": "exact match", "f1": "F1", "answer_nll": "answer NLL"}
+    training = (
+        f"- {data['train_examples']} questions of `{data['train']}`, by `bft-sft`\n"
+        f"- Seed {results['seed']}; {counts['trainable']:,} trained parameters"
+        + (f", {counts['bft']:,} of them tau and Q ({counts['bft_share']:.5%} of the model)" if config else "")
         + f"\n- Command: `{results['command']}`"
-    ]
-    if results.get("after"):
-        parts += ["## Evaluation"]
-        parts += [
-            f"{results['after']['n']:.0f} questions of `{results['data']['evaluation']}`, greedy answers. One seed: a "
-            "difference between two such runs is no ranking.\n\n"
-            "| | exact match | F1 | answer NLL |\n|---|---|---|---|\n"
-            + "\n".join(
-                f"| {when} | {m['exact_match']:.3f} | {m['f1']:.3f} | {m['answer_nll']:.3f} |"
-                for when, m in (("before training", results["before"]), ("after", results["after"]))
-            )
-        ]
-    if patched:
-        parts += ["## BFT configuration", f"```json\n{json.dumps(results['bft_config'], indent=2)}\n```"]
+    )
+    sections = {}
+    if after:
+        before = ", ".join(f"{name} {results['before'][key]:.3f}" for key, name in names.items())
+        sections["Reading the numbers"] = (
+            f"{after['n']:.0f} questions, greedy answers; before training {before}. One seed: a difference between two such "
+            "runs is no ranking."
+        )
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "platform")
-    parts += [f"Made with {versions}."]
-    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+    sections["Made with"] = f"{versions}."
+    card = model_card(
+        config,
+        folder,
+        base_model=results["model"],
+        adapter=results["adapter"],
+        datasets=[data["train"]] if data["train_on_hub"] else [],
+        training=training,
+        noise=results["noise"],
+        evaluation={name: after[key] for key, name in names.items()} if after else None,
+        evaluated_on=data.get("evaluation"),
+        tags=["trl", "sft"],
+        loading=load_snippet(results, folder),
+        sections=sections,
+    )
+    return str(card)

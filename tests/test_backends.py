@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_tiny_llama
 from reference import causal_visibility, reference_llama
 from test_generation import cache_argument, greedy_by_full_passes, moved, settings, tiny_batch
 from test_oracle import settings_of
@@ -59,7 +58,7 @@ def flex(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masking_utils, "create_block_mask", plain_mask)
     monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", uncompiled)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *args: None)
-    monkeypatch.setattr(torch_flex, "_WARNINGS_SHOWN", {"flex_attention_performance"}, raising=False)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
 def flash_like(
@@ -128,11 +127,14 @@ def assert_same(ours: Any, theirs: Any, kept: torch.Tensor, tolerance: float = 1
         for a, b in zip(getattr(ours[1], name), getattr(theirs[1], name), strict=True):
             if name == "effective_sample_size":
                 a, b = a.transpose(1, 2), b.transpose(1, 2)
-            assert_close(a[kept], b[kept], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            assert_close(
+                a[kept], b[kept], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize(
-    ("name", "side"), [("default", "none"), ("default", "right"), ("exact", "right"), *((name, "left") for name in CONFIGS)]
+    ("name", "side"),
+    [("default", "none"), ("default", "right"), ("exact", "right"), *((name, "left") for name in CONFIGS)],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention", "flash_attention_2"])
 def test_backends_agree_with_eager(
@@ -179,7 +181,9 @@ def test_gradients_agree_with_eager(
         gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in gradients[0].items():
         scale = expected.abs().max().item()
-        assert_close(gradients[1][name], expected, rtol=1e-3, atol=1e-4 * scale, msg=lambda text, name=name: f"{name}: {text}")
+        assert_close(
+            gradients[1][name], expected, rtol=1e-3, atol=1e-4 * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention", "flash_attention_2"])
@@ -209,7 +213,9 @@ def test_chunks_and_steps_on_a_cache_agree_with_one_pass(
     if backend == "flash_attention_2" and cache == "static":
         pytest.skip("transformers refuses a static cache with flash attention")
     if backend == "flex_attention" and cache == "static":
-        pytest.skip("a plain model disagrees with itself there: its mask reads a length that the cache has changed by then")
+        pytest.skip(
+            "a plain model disagrees with itself there: its mask reads a length that the cache has changed by then"
+        )
     model = tiny_llama(attn_implementation="eager")
     moved(bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size)))
     inputs = tiny_batch()

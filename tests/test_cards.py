@@ -59,7 +59,14 @@ def test_metadata_is_what_the_hub_reads(full: ModelCard, tmp_path: Path) -> None
 
 def test_text_tells_what_it_is_how_it_was_made_and_its_configuration(full: ModelCard) -> None:
     text = full.text
-    for words in ("Bayesian Filtering Transformer", "2605.18832", "noise 0.3 (token)", "30 of 100", "One seed", "0.625"):
+    for words in (
+        "Bayesian Filtering Transformer",
+        "2605.18832",
+        "noise 0.3 (token)",
+        "30 of 100",
+        "One seed",
+        "0.625",
+    ):
         assert words in text, words
     (block,) = re.findall(r"```json\n(.*?)```", text, flags=re.S)
     assert BFTConfig.from_json_string(block) == CONFIG

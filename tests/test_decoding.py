@@ -123,9 +123,7 @@ def test_sampled_beams_with_a_cache_are_those_without(model: Any) -> None:
     for use_cache in (True, False):
         torch.manual_seed(3)
         samples.append(
-            model.generate(
-                **tiny_batch(), generation_config=settings(num_beams=3, do_sample=True, use_cache=use_cache)
-            )
+            model.generate(**tiny_batch(), generation_config=settings(num_beams=3, do_sample=True, use_cache=use_cache))
         )
     assert torch.equal(*samples)
 
@@ -216,9 +214,7 @@ def test_prefill_in_chunks_changes_no_token(chunk: int, with_reliability: bool, 
     if with_reliability:
         inputs["token_reliability"] = reliability_of(inputs)
     expected = model.generate(**inputs, generation_config=settings(use_cache=False))
-    chunked = model.generate(
-        **inputs, generation_config=settings(cache_implementation=cache, prefill_chunk_size=chunk)
-    )
+    chunked = model.generate(**inputs, generation_config=settings(cache_implementation=cache, prefill_chunk_size=chunk))
     assert torch.equal(chunked, expected)
 
 
@@ -304,9 +300,7 @@ def test_sliding_window_cache_is_a_band_of_the_mask(
                 step_rho = {name: value[:, :stop] for name, value in rho.items()}
                 positions = torch.arange(start, stop)[None]
                 steps.append(
-                    model(
-                        ids[:, start:stop], position_ids=positions, **cache_argument(model, cache), **step_rho
-                    ).logits
+                    model(ids[:, start:stop], position_ids=positions, **cache_argument(model, cache), **step_rho).logits
                 )
     assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(trace.gain, expected.gain, strict=True):

@@ -78,6 +78,7 @@ check(auto.from_pretrained("tester/patched", revision="second"), "model")
 check(auto.from_pretrained("tester/saved"), "model")
 check(auto.from_pretrained("tester/plain"), "plain", patched=False)
 check(AutoPeftModelForCausalLM.from_pretrained("tester/adapter"), "adapter")
+check(bft_hf.load_adapter(auto.from_pretrained("tester/patched"), "tester/adapter"), "adapter")
 check(PeftModel.from_pretrained(auto.from_pretrained("tester/patched"), "tester/adapter"), "adapter")
 tokenizer = transformers.AutoTokenizer.from_pretrained("tester/patched")
 assert tokenizer("Once upon a time").input_ids == transformers.AutoTokenizer.from_pretrained(sys.argv[2])("Once upon a time").input_ids
@@ -168,6 +169,18 @@ def test_adapter_on_the_hub_holds_our_parameters_and_names_its_base(pushed: tupl
     assert sum(".bft." in name for name in load(files["adapter_model.safetensors"])) == 3
     config = json.loads(files["adapter_config.json"])
     assert config["base_model_name_or_path"] == "tester/patched" and config["modules_to_save"] == ["bft"]
+
+
+def test_cards_on_the_hub_are_ours_where_there_were_none(pushed: tuple[LocalHub, Path]) -> None:
+    hub, _ = pushed
+    for repo in ("patched", "sharded", "saved", "adapter"):
+        card = hub.files(f"tester/{repo}")["README.md"].decode()
+        assert "Bayesian Filtering Transformer" in card and "- bft\n" in card, repo
+        assert f"from_pretrained('tester/{repo}')" in card or repo == "adapter"
+    assert "patched first" in hub.files("tester/adapter")["README.md"].decode()
+    assert "base_model: tester/patched" in hub.files("tester/adapter")["README.md"].decode()
+    assert json.loads(hub.files("tester/adapter")["bft_config.json"])["initial_process_noise"] == 2.0
+    assert "bft" not in hub.files("tester/plain").get("README.md", b"").decode()
 
 
 def test_the_server_refuses_what_the_hub_refuses(
