@@ -2,8 +2,8 @@
 
 PEFT drops, without a word, those tensors of an adapter for which the model has no place: put on a plain base, an adapter that
 was trained on a patched one would lose tau and Q and answer like nothing that was ever trained. So this module, which bft_hf
-imports once PEFT is there, makes `PeftModel` write `bft_config.json` beside the adapter of a patched base, and compare it when it loads one. Adapters that have
-nothing to do with the filter are saved and loaded as ever.
+imports once PEFT is there, makes `PeftModel` write `bft_config.json` beside the adapter of a patched base, and compare it
+when it loads one. Adapters that have nothing to do with the filter are saved and loaded as ever.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transformers.integrations.peft import PeftAdapterMixin
 
 from .cards import write_missing_card
 from .config import BFTConfig
+from .hub import ADAPTER_FILE
 from .patching import bft_parameters, get_config, patch
 
-CONFIG_FILE = "bft_config.json"
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 
 
@@ -47,7 +47,7 @@ def load_adapter(model: nn.Module, adapter: str | os.PathLike[str], **kwargs: An
         patch(model, config)
     elif get_config(model) is None:
         raise ValueError(
-            f"{adapter} has no {CONFIG_FILE}: if its base was patched, call bft_hf.patch(model, config) with the base's "
+            f"{adapter} has no {ADAPTER_FILE}: if its base was patched, call bft_hf.patch(model, config) with the base's "
             "configuration first; if its base was plain, use PeftModel.from_pretrained"
         )
     return peft.PeftModel.from_pretrained(model, adapter, **kwargs)
@@ -59,7 +59,7 @@ def adapter_config(adapter: str | os.PathLike[str], **kwargs: Any) -> BFTConfig 
 
     file = cached_file(
         str(adapter),
-        CONFIG_FILE,
+        ADAPTER_FILE,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
@@ -85,7 +85,7 @@ def _save_pretrained(original: Callable[..., Any], self: Any, save_directory: An
     for name in self.peft_config:
         folder = Path(save_directory, "" if name == "default" else name)
         if (folder / "adapter_config.json").exists():
-            (folder / CONFIG_FILE).write_text(config.to_json_string(), encoding="utf-8")
+            (folder / ADAPTER_FILE).write_text(config.to_json_string(), encoding="utf-8")
     return result
 
 
@@ -96,7 +96,7 @@ def _load_adapter(original: Callable[..., Any], self: Any, adapter: Any = None, 
         raise ValueError(_on_plain_base(given))
     if wanted is not None and present != wanted:
         raise ValueError(
-            f"the base of the adapter {given} was patched with another configuration than this model ({CONFIG_FILE} tells): "
+            f"the base of the adapter {given} was patched with another configuration than this model ({ADAPTER_FILE} tells): "
             "call bft_hf.load_adapter with the plain base, or bft_hf.unpatch(model) first"
         )
     result = original(self, *(() if adapter is None else (adapter,)), *args, **kwargs)

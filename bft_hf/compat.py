@@ -29,6 +29,14 @@ def attention_function(attention: type[nn.Module], implementation: str | None) -
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
 
 
+def forget_static_cache(model: nn.Module) -> None:
+    """Drop the static cache that generate keeps on a model, with heads as wide as they were before a patch.
+
+    5.24 makes a new one each time; delete when it is the oldest supported transformers.
+    """
+    vars(model).pop("_cache", None)
+
+
 class SizeCheck:
     """Makes the loader report tensors of a wrong size although there is a quantizer (ours, which converts nothing).
 

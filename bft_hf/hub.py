@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -57,14 +56,17 @@ def marked(config: Any, bft_config: BFTConfig) -> Iterator[None]:
         del config.bft_config
 
 
-def is_patched_checkpoint(folder: str | os.PathLike[str]) -> bool | None:
-    """Whether a folder's weights, a model's or an adapter's, hold tau and Q; None where no safetensors file says."""
-    files = list(Path(folder).glob("*.safetensors"))
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            if any(".bft." in name for name in tensors.keys()):  # noqa: SIM118 - no iterator
-                return True
-    return False if files else None
+ADAPTER_FILE = "bft_config.json"
+"""Stands beside the adapter of a patched base."""
+
+
+def checkpoint_config(folder: str | os.PathLike[str]) -> BFTConfig | None:
+    """The configuration with which a saved model, or the base of a saved adapter, was patched; None if it was not."""
+    adapter, model = Path(folder, ADAPTER_FILE), Path(folder, "config.json")
+    if adapter.exists():
+        return BFTConfig.from_json_string(adapter.read_text(encoding="utf-8"))
+    values = json.loads(model.read_text(encoding="utf-8")).get("bft_config") if model.exists() else None
+    return None if values is None else BFTConfig.from_dict(values)
 
 
 def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -> None:
@@ -77,23 +79,16 @@ def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -
     Raises:
         ValueError: one is patched and the other is not, or they are patched differently.
     """
-    patched = is_patched_checkpoint(checkpoint)
-    if patched is None:
-        return
-    if patched and config is None:
+    saved = checkpoint_config(checkpoint)
+    if saved is not None and config is None:
         raise ValueError(
             f"{checkpoint} is of a patched model and this one is not: call bft_hf.patch(model) before training goes on"
         )
-    if config is not None and not patched:
+    if config is not None and saved is None:
         raise ValueError(
             f"{checkpoint} is of a plain model and this one is patched: go on with a plain one, or train anew"
         )
-    file = Path(checkpoint, "config.json")
-    values = json.loads(file.read_text(encoding="utf-8")).get("bft_config") if file.exists() else None
-    if config is None or values is None:
-        return
-    saved = BFTConfig.from_dict(values)
-    for name, value in vars(saved).items():
+    for name, value in vars(saved).items() if saved else ():
         if value != getattr(config, name):
             raise ValueError(
                 f"{checkpoint} was patched with {name}={value!r} and this model with {getattr(config, name)!r}: patch it with "

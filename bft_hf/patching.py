@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from .architectures import Architecture, find_base_model
+from .compat import forget_static_cache
 from .config import BFTConfig
 from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN
 from .methods import override_methods, restore_methods
@@ -70,6 +71,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
         override_methods(module)
+        forget_static_cache(module)
     if importlib.util.find_spec("peft") is not None:
         from . import adapters  # noqa: F401 - from now on PEFT keeps what a patched base's adapters need
     return model
@@ -112,6 +114,7 @@ def unpatch(model: Model) -> Model:
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {KEEP_FLOAT32}
         restore_methods(module)
+        forget_static_cache(module)
     return model
 
 

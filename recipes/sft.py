@@ -195,7 +195,7 @@ def _resume_path(training: Any, method: str) -> str | None:
     """
     from transformers.trainer_utils import get_last_checkpoint
 
-    from bft_hf.hub import is_patched_checkpoint
+    from bft_hf.hub import checkpoint_config
 
     given = training.resume_from_checkpoint
     if given is None or str(given).lower() in ("false", "no", "0"):
@@ -208,8 +208,8 @@ def _resume_path(training: Any, method: str) -> str | None:
         path = last
     if not Path(path, "trainer_state.json").is_file():
         raise UsageError(f"--resume_from_checkpoint {path}: no checkpoint there (no trainer_state.json)")
-    patched = is_patched_checkpoint(path)
-    if patched is not None and patched != METHODS[method].patched:
+    patched = checkpoint_config(path) is not None
+    if patched != METHODS[method].patched:
         kind, other = ("patched", "bft") if patched else ("plain", "sft")
         raise UsageError(f"--resume_from_checkpoint {path} is of a {kind} model: use --method {other}")
     return path
@@ -502,13 +502,11 @@ class Arm:
             desc=desc,
         )
 
-    def _save(self, trainer: Any, results: dict[str, Any], evaluation: Any, config: "BFTConfig | None") -> None:
+    def _save(self, trainer: Any, results: dict[str, Any], evaluation: Any) -> None:
         folder = Path(self.training.output_dir)
         trainer.save_model(str(folder))
         if not trainer.is_world_process_zero():
             return
-        if config is not None and self.model_config.use_peft:
-            (folder / "bft_config.json").write_text(config.to_json_string(), encoding="utf-8")
         with open(folder / "predictions.jsonl", "w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.per_question)
         trainer.create_model_card()

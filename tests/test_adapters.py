@@ -235,22 +235,23 @@ def test_quantised_base_is_read_dequantised(bits: int, tiny_llama: Callable[...,
     quantised = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32, device_map="cpu"
     )
-    model = bft_hf.patch(quantised, CONFIG)
-    assert type(model.model.layers[0].mlp.gate_proj) is not torch.nn.Linear
-    reference = bft_hf.patch(tiny_llama(**sizes), CONFIG)
+    dense_model = tiny_llama(**sizes)
+    assert type(quantised.model.layers[0].mlp.gate_proj) is not torch.nn.Linear
     with torch.no_grad():
-        for mine, other in zip(model.model.layers, reference.model.layers, strict=True):
+        for mine, other in zip(quantised.model.layers, dense_model.model.layers, strict=True):
             for path in [*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name in MLP)]:
                 weight = effective_weight(mine.get_submodule(path))
                 original = other.get_submodule(path).weight
                 assert weight.shape == original.shape
                 assert (weight - original).abs().mean() < 0.15 * original.abs().mean()
                 original.copy_(weight)
+        # Their kernels round activations, to bfloat16 or to eight bits: how much that makes, the plain models tell.
+        rounding = float((quantised(IDS).logits - dense_model(IDS).logits).abs().mean())
+    assert rounding < 0.2
+    model = bft_hf.patch(quantised, CONFIG)
     logits, jacobian, precision = run(model)
-    expected = run(reference)
-    tolerance = 1e-3 if bits == 4 else 0.2  # eight bits also round the activations
-    for mine, other in zip((logits, jacobian, precision), expected, strict=True):
-        assert (mine - other).abs().mean() < tolerance * other.abs().mean().clamp_min(1)
+    for mine, other in zip((logits, jacobian, precision), run(bft_hf.patch(dense_model, CONFIG)), strict=True):
+        assert (mine - other).abs().mean() < 3 * rounding * other.abs().mean().clamp_min(1)
     adapted = get_peft_model(model, lora_config(init_lora_weights=True)).train()
     assert torch.allclose(run(adapted.eval())[1], jacobian, atol=1e-4)
     adapted.train()(input_ids=IDS, labels=IDS).loss.backward()

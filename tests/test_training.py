@@ -12,6 +12,7 @@ import torch
 from conftest import make_tiny_llama
 from datasets import Dataset
 from distributed.ddp import tokenizer
+from peft import LoraConfig, get_peft_model
 from reference import Settings, reference_llama
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -22,6 +23,7 @@ from trl import SFTConfig, SFTTrainer
 import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.filter import probe_signs
+from bft_hf.hub import check_resume
 from bft_hf.recipes.trainer import BFTSFTConfig, BFTSFTTrainer
 from bft_hf.sample_size import NUM_PROBES
 
@@ -314,8 +316,22 @@ def test_recipe_refuses_to_resume_a_plain_checkpoint_patched(tmp_path: Path) -> 
     trainer = BFTSFTTrainer(
         model, BFTSFTConfig(**options, max_steps=4), train_dataset=rows(), processing_class=tokenizer()
     )
-    with pytest.raises(ValueError, match="unpatch"):
+    with pytest.raises(ValueError, match="is of a plain model"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_checkpoints_without_tau_and_q_of_their_own_resume_patched(tmp_path: Path) -> None:
+    """A patch without parameters, and an adapter that leaves tau and Q frozen, are patched all the same."""
+    config = BFTConfig(gain=False, kriging=False)
+    model = bft_hf.patch(make_tiny_llama(), config)
+    assert not bft_hf.bft_parameters(model)
+    model.save_pretrained(tmp_path / "whole")
+    check_resume(tmp_path / "whole", config)
+    with pytest.raises(ValueError, match=r"bft_hf\.patch"):
+        check_resume(tmp_path / "whole", None)
+    adapted = get_peft_model(bft_hf.patch(make_tiny_llama()), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    adapted.save_pretrained(tmp_path / "adapter")
+    check_resume(tmp_path / "adapter", BFTConfig())
 
 
 def test_checkpoint_folder_of_the_trainer_is_complete(tmp_path: Path) -> None:
