@@ -403,7 +403,7 @@ class Arm:
             results["layers_before"], results["layers_after"] = layers
         seconds["total"] = time.perf_counter() - start
         results["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
-        self._save(trainer, results, evaluation, config)
+        self._save(trainer, results, evaluation)
         return results
 
     def _patch(self, model: Any) -> "BFTConfig | None":
