@@ -245,9 +245,10 @@ def _checkpoint(
         output = run(hidden_states, **{STREAM: inner})
         if not torch.compiler.is_compiling():
             stream.share(inner)
-        return output, *(inner.read(slot + 1) or ())
+        # The scale too is made in there: outside, FSDP2 may have put the layer's parameters away again.
+        return output, torch.as_tensor(inner.log_scale[slot + 1]), *(inner.read(slot + 1) or ())
 
-    output, *written = checkpoint(run_with_precision, hidden_states, *(stream.read(slot) or ()))
+    output, log_scale, *written = checkpoint(run_with_precision, hidden_states, *(stream.read(slot) or ()))
     stream.write(slot + 1, tuple(written))
-    stream.log_scale[slot + 1] = state.next_log_scale()
+    stream.log_scale[slot + 1] = log_scale.detach()
     return output
