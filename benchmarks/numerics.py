@@ -2,15 +2,16 @@
 
     python benchmarks/numerics.py --text ../shared/data/squad/dev-v1.1-a.json.gz --output build/numerics
 
-SmolLM2-135M, patched at the unit start, reads real text. Three tables: the error of bfloat16 and float16 models by layer,
+SmolLM2-135M, patched at the unit start, reads real text. Four tables: the error of bfloat16 and float16 models by layer,
 against the same model in float64 (which the tests hold to the oracle at 1e-9); the probe's error in the gain by the
-number of heads and probes, against "exact"; and gain and effective sample size by layer and by position.
+number of heads and probes, against "exact"; gain and effective sample size by layer and position; and the gain by sample size.
 """
 
 from __future__ import annotations
 
 import argparse
 import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,13 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--text", type=Path, required=True, help="SQuAD JSON, .gz or not, whose passages are read")
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--tables", nargs="*", choices=["dtypes", "probes", "profile", "gain_by_n"])
     parser.add_argument("--output", type=Path, default=Path("build/numerics"))
     arguments = parser.parse_args()
     model, tokenizer = load_model_and_tokenizer(arguments.model)
     ids = tokenizer(passages(arguments.text), return_tensors="pt").input_ids[:, : arguments.tokens]
-    tables = {
-        "dtypes": dtype_errors(model, ids),
-        "probes": probe_errors(model, ids),
-        "profile": gain_profile(model, ids),
-    }
+    makers = {"dtypes": dtype_errors, "probes": probe_errors, "profile": gain_profile, "gain_by_n": gain_by_sample_size}
+    tables = {name: make(model, ids) for name, make in makers.items() if name in (arguments.tables or makers)}
     arguments.output.mkdir(parents=True, exist_ok=True)
     for name, rows in tables.items():
         text = markdown(rows)
@@ -142,6 +141,25 @@ def gain_profile(model: Any, ids: Tensor) -> list[dict[str, Any]]:
         row["J"] = values["jacobian"][layer].mean().item()
         row["lam"] = values["precision"][layer].mean().item()
         rows.append(row)
+    return rows
+
+
+def gain_by_sample_size(model: Any, ids: Tensor) -> list[dict[str, Any]]:
+    """Mean K of all layers and tokens by 1 / mean over heads of 1/n, the effective sample size that a layer's K sees."""
+    values, _ = run(model, ids, BFTConfig(effective_sample_size="exact"))
+    gain = torch.cat([layer.flatten() for layer in values["gain"]])
+    size = torch.cat([1 / (1 / layer).mean(1).flatten() for layer in values["effective_sample_size"]])
+    edges = [1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, float("inf")]
+    rows: list[dict[str, Any]] = []
+    for low, high in itertools.pairwise(edges):
+        inside = (size >= low) & (size < high)
+        if inside.any():
+            low_k, high_k = gain[inside].quantile(torch.tensor([0.1, 0.9], dtype=gain.dtype)).tolist()
+            name = f"{low:g} to {high:g}" if high < edges[-1] else f"from {low:g}"
+            share = inside.double().mean().item()
+            rows.append(
+                {"n": name, "share": share, "mean K": gain[inside].mean().item(), "K 10 %": low_k, "K 90 %": high_k}
+            )
     return rows
 
 

@@ -451,6 +451,7 @@ def reference_llama(
     *,
     visible: Tensor | None = None,
     log_initial_precision: Tensor | None = None,
+    log_initial_key_precision: Tensor | None = None,
     num_keys: Tensor | int | None = None,
 ) -> ReferenceOutput:
     """A whole patched Llama for causal language modelling, without cache and dropout.
@@ -469,6 +470,7 @@ def reference_llama(
         reliability: rho in [0, 1], (B, T).
         visible: bool (B, T, T) in place of the causal mask and attention_mask.
         log_initial_precision: log tau in place of the state dict's, broadcastable to (B, T) or (B, T, C).
+        log_initial_key_precision: Likewise of lam^key.
         num_keys: See attention_observation.
 
     Returns:
@@ -511,7 +513,11 @@ def reference_llama(
         precision = log_initial_precision.exp().expand(shape)
     else:
         precision = initial("log_initial_precision", state_matters)
-    key_precision = initial("log_initial_key_precision", settings.kriging) if settings.separate_key_precision else None
+    key_precision = None
+    if settings.separate_key_precision and log_initial_key_precision is not None:
+        key_precision = log_initial_key_precision.exp().expand(shape)
+    elif settings.separate_key_precision:
+        key_precision = initial("log_initial_key_precision", settings.kriging)
 
     hidden_states = state_dict["model.embed_tokens.weight"][input_ids]
     steps: list[LayerStep | None] = []

@@ -1,5 +1,6 @@
 """A patched Llama against the float64 oracle: values, and gradients to every parameter, for all combinations of settings."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -63,10 +64,12 @@ def perturbed(model: Any) -> Any:
     return model
 
 
-def log_initial_precision(config: BFTConfig, state: dict[str, torch.Tensor], input_ids: torch.Tensor) -> Any:
+def log_initial_precision(
+    config: BFTConfig, state: dict[str, torch.Tensor], input_ids: torch.Tensor, key: str = ""
+) -> Any:
     """log tau by token for a table or an MLP; None where the oracle reads a constant itself."""
     prefix = "model.layers.0.bft."
-    log_tau = state.get(f"{prefix}log_initial_precision")
+    log_tau = state.get(f"{prefix}log_initial_{key}precision")
     if config.initial_precision == "constant" or log_tau is None:
         return None
     if config.initial_precision == "table":
@@ -75,8 +78,8 @@ def log_initial_precision(config: BFTConfig, state: dict[str, torch.Tensor], inp
         embedding = state["model.embed_tokens.weight"][input_ids]
         mean_square = embedding.square().mean(-1, keepdim=True)
         embedding = embedding / (mean_square + torch.finfo(torch.float64).eps).sqrt()
-        hidden = torch.einsum("btc,hc->bth", embedding, state[f"{prefix}initial_hidden"])
-        log_tau = log_tau + (hidden * hidden.sigmoid()) @ state[f"{prefix}initial_output"]
+        hidden = torch.einsum("btc,hc->bth", embedding, state[f"{prefix}initial_{key}hidden"])
+        log_tau = log_tau + (hidden * hidden.sigmoid()) @ state[f"{prefix}initial_{key}output"]
     return log_tau if config.granularity == "token" else log_tau[..., None]
 
 
@@ -109,6 +112,7 @@ def compare(
         signs=probe_signs,
         reliability=reliability,
         log_initial_precision=log_initial_precision(config, oracle_state, inputs["input_ids"]),
+        log_initial_key_precision=log_initial_precision(config, oracle_state, inputs["input_ids"], "key_"),
     )
     assert_close(output.logits[kept], reference.logits[kept], **values)
     for name in ("precision", "observation_precision", "gain", "updated_precision", "jacobian"):
@@ -137,7 +141,7 @@ def compare(
 
 def matrix() -> list[BFTConfig]:
     """Every combination of the settings that change what is computed, but for those without any filter at all."""
-    starts = [("constant", False), ("constant", True), ("table", False), ("mlp", False)]
+    starts = list(itertools.product(("constant", "table", "mlp"), (False, True)))
     return [
         BFTConfig(
             granularity=granularity,

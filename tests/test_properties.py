@@ -5,6 +5,7 @@ import torch
 from conftest import make_tiny_llama
 
 import bft_hf
+import bft_hf.attention
 from bft_hf import BFTConfig
 
 
@@ -102,3 +103,23 @@ def test_a_model_patched_on_the_meta_device_takes_its_tensors_later(initial_prec
     empty.model.rotary_emb = model.model.rotary_emb  # its buffers are not in the state dict
     ids = torch.tensor([[5, 9, 30]])
     assert torch.equal(empty.eval()(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("config", [BFTConfig(), BFTConfig.identity(), BFTConfig(initial_process_noise=100.0)])
+def test_key_biases_are_shifted_to_lie_near_zero(config: BFTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """log lam_bar itself is about -9 at the identity start, which would cost a bfloat16 key a digit of every score."""
+    model = bft_hf.patch(make_tiny_llama(), config)
+    biases = []
+    widen = bft_hf.attention.KrigingCall.widen_key_value
+
+    def seen(self: bft_hf.attention.KrigingCall, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        biases.append(self.key_bias)
+        return widen(self, *args)
+
+    monkeypatch.setattr(bft_hf.attention.KrigingCall, "widen_key_value", seen)
+    with torch.no_grad(), bft_hf.record(model) as trace:
+        model(torch.randint(3, 128, (2, 20), generator=torch.Generator().manual_seed(3)))
+    assert all(bias.abs().max() < 2 for bias in biases)
+    for bias, precision in zip(biases, trace.precision, strict=True):
+        shift = bias - precision.log()
+        assert (shift - shift.flatten()[0]).abs().max() < 1e-5
