@@ -166,4 +166,6 @@ def restore_methods(model: nn.Module) -> None:
         if isinstance(vars(model).get(override.name), override):
             delattr(model, override.name)
     if getattr(model, "model_tags", None):
-        model.model_tags = [tag for tag in model.model_tags if tag not in TAGS] or None
+        model.model_tags = [tag for tag in model.model_tags if tag not in TAGS]
+        if not model.model_tags:
+            del model.model_tags
