@@ -348,3 +348,19 @@ def test_what_an_evaluation_in_inference_mode_cached_serves_training(
         one(input_ids=IDS, labels=IDS).loss.backward()
     for (name, ours), theirs in zip(model.named_parameters(), fresh.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    "config", [bft_hf.BFTConfig(), bft_hf.BFTConfig(granularity="channel", observation_units="absolute")]
+)
+def test_values_kept_by_an_inference_mode_pass_serve_training(
+    config: bft_hf.BFTConfig, tiny_llama: Callable[..., Any]
+) -> None:
+    model, fresh = bft_hf.patch(tiny_llama(), config), bft_hf.patch(tiny_llama(), config)
+    ids = torch.tensor([[5, 9, 30, 7]])
+    with torch.inference_mode():
+        model(ids)
+    for one in (model, fresh):
+        one(ids, labels=ids).loss.backward()
+    for ours, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
