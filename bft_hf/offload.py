@@ -12,6 +12,11 @@ def resident(module: nn.Module, name: str) -> Tensor:
     """A parameter with its values: of an offloaded module, fetched from where the hook keeps them; of a sharded one, whole."""
     parameter = getattr(module, name)
     if hasattr(parameter, "full_tensor"):  # FSDP2 outside the module's own forward
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "differentiate_jacobian reads the weights of a module that FSDP2 shards by itself: apply fully_shard to the "
+                "decoder layers, not to modules within them"
+            )
         return parameter.full_tensor()
     if getattr(parameter, "ds_shape", parameter.shape) != parameter.shape:
         raise RuntimeError(
