@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 
 from .compat import attention_function
 from .config import BFTConfig
@@ -262,6 +261,7 @@ class KrigingConfig:
 
     @property
     def _attn_implementation(self) -> str:
+        register_attention()  # here, so that a process which only unpickles a patched model has it too
         return ATTENTION
 
     @property
@@ -276,5 +276,14 @@ class KrigingConfig:
         setattr(self._config, name, value)
 
 
-# At import, so that a process which only unpickles a patched model has it too.
-AttentionInterface.register(ATTENTION, kriging_attention)
+_registered = False
+
+
+def register_attention() -> None:
+    """Put `kriging_attention` into transformers' registry, once a process; late, since that imports all of modelling."""
+    global _registered
+    if not _registered:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(ATTENTION, kriging_attention)
+        _registered = True

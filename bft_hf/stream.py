@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import QuantizedLayer
 
 from .visibility import Visibility
 
@@ -134,6 +133,8 @@ def check_reliability(reliability: Tensor, batch: int, keys: int) -> None:
 
 def check_cache(cache: Any, reliability: Tensor) -> None:
     """Raise a ValueError for hidden keys in a quantised cache: their bias would be the range by which others are rounded."""
+    from transformers.cache_utils import QuantizedLayer
+
     quantized = any(isinstance(layer, QuantizedLayer) for layer in getattr(cache, "layers", ()))
     if quantized and bool((reliability == 0).any()):
         raise ValueError(
