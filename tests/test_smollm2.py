@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from reference import Settings, reference_llama
 from transformers import AutoModelForCausalLM
 
 import bft_hf
 from bft_hf import BFTConfig
+from bft_hf.filter import probe_signs
 from bft_hf.recipes.questions import load_questions, tokenize_questions
+from bft_hf.sample_size import NUM_PROBES
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +124,22 @@ def test_greedy_with_a_cache_equals_greedy_without(smollm2: tuple[Any, Any], que
     cached = model.generate(**inputs, **options)
     assert torch.equal(cached, model.generate(**inputs, **options, use_cache=False))
     assert cached.shape[1] > batch["input_ids"].shape[1]
+
+
+def test_float64_agrees_with_the_oracle(smollm2: tuple[Any, Any]) -> None:
+    """transformers takes norms and rotary angles in float32, which is what is left of a difference."""
+    model, tokenizer = smollm2
+    text = "The Normans were the people who in the 10th and 11th centuries gave their name to Normandy"
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :14]
+    bft_hf.patch(model)
+    try:
+        model.double()
+        with torch.no_grad(), bft_hf.record(model) as trace:
+            logits = model(ids, use_cache=False).logits
+            settings = Settings(num_probes=NUM_PROBES)
+            reference = reference_llama(model.state_dict(), model.config, settings, ids, signs=probe_signs)
+    finally:
+        model.float()
+    torch.testing.assert_close(logits, reference.logits, rtol=0, atol=2e-4)
+    for ours, theirs in zip(trace.gain, reference.gain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
