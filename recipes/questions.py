@@ -18,7 +18,8 @@ IGNORE_INDEX = -100
 DEMO = "demo"
 DEMO_FILE = Path(__file__).parent / "data" / "demo.jsonl.gz"
 SPLITS = ("train", "validation", "all")
-HELD_OUT = 10  # one passage in so many of a single file is its validation split
+HELD_OUT = 10  # one article in so many of a single file is its validation split
+ENOUGH_TITLES = 50  # fewer articles than this could leave a split without any
 
 INSTRUCTION = "Answer the question with the shortest span of the passage that answers it, copied word for word."
 
@@ -46,8 +47,9 @@ def load_questions(
             `question`, `context`, `answers` (a list of texts, or SQuAD's {"text": [...]}) and optionally `id` and
             `title`, plain or .gz; else a Hub id whose rows look like rajpurkar/squad's.
         split: "train", "validation" or "all"; on the Hub any split of the data set. The demo has its own two. A
-            local file is one list of rows: "all" is the whole of it, and "train" and "validation" divide it by
-            passage, 9 to 1 by a hash of its text, so that one file can serve both without sharing a passage.
+            local file is one list of rows: "all" is the whole of it, and "train" and "validation" divide it 9 to 1 by
+            a hash, of the title where every row has one and there are 50 or more, else of the passage: the two share
+            no article, or no passage.
         limit: How many rows: a random sample in random order, fixed by `seed`, so that a smaller limit gives the
             first rows of a larger one. Without it, all rows in their own order.
         max_context_chars: Leaves out rows whose passage is longer.
@@ -243,11 +245,13 @@ def _read(source: str, split: str) -> list[dict[str, Any]]:
     rows = list(_numbered(str(source), raw))
     if source == DEMO or split == "all":
         return rows
-    return [row for row in rows if _held_out(row["context"]) == (split == "validation")]
+    titles = {row["title"] for row in rows}
+    unit = "title" if "" not in titles and len(titles) >= ENOUGH_TITLES else "context"
+    return [row for row in rows if _held_out(row[unit]) == (split == "validation")]
 
 
-def _held_out(context: str) -> bool:
-    digest = hashlib.blake2b(context.encode(), digest_size=8).digest()
+def _held_out(text: str) -> bool:
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % HELD_OUT == 0
 
 

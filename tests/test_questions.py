@@ -112,6 +112,18 @@ def test_train_and_validation_of_one_file_share_no_passage_and_make_up_the_whole
         load_questions(source, split="dev")
 
 
+def test_train_and_validation_of_a_file_of_many_articles_share_none(tmp_path):
+    rows = [
+        {**ROW, "id": f"{title}-{c}", "title": f"Article {title}", "context": f"Passage {c} of {title}."}
+        for title in range(60)
+        for c in range(3)
+    ]
+    train, validation = (load_questions(write(tmp_path / "a.jsonl", rows), split=s) for s in ("train", "validation"))
+    assert len(train) + len(validation) == 180
+    assert 0 < len(set(validation["title"])) < 15
+    assert not set(train["title"]) & set(validation["title"])
+
+
 def test_limit_draws_a_sample_fixed_by_the_seed_that_grows_by_appending(tmp_path):
     source = write(tmp_path / "a.jsonl", [{**ROW, "id": str(number)} for number in range(50)])
     few, many = (load_questions(source, split="all", limit=n, seed=1)["id"] for n in (10, 20))
