@@ -87,6 +87,16 @@ class SFTArguments:
             f"more than {DEFAULT_EVAL_EXAMPLES}."
         },
     )
+    eval_f1_examples: int | None = field(
+        default=None,
+        metadata={
+            "help": "Generate answers (EM, F1) to this many of the evaluation questions only, since generation is the slow "
+            "part on a CPU; the likelihood is of all. 0 for none. Default: all."
+        },
+    )
+    eval_before: bool = field(
+        default=True, metadata={"help": "Evaluate before training too. Default true; false saves the time."}
+    )
     max_context_chars: int | None = field(
         default=None, metadata={"help": "Leave out questions whose passage is longer, in characters."}
     )
@@ -130,6 +140,8 @@ class SFTArguments:
                 raise UsageError(f"--{name} must be a positive integer, got {value}")
         if self.eval_examples is not None and (not _is_number(self.eval_examples) or self.eval_examples < 0):
             raise UsageError(f"--eval_examples must be 0 (all) or a positive integer, got {self.eval_examples}")
+        if self.eval_f1_examples is not None and (not _is_number(self.eval_f1_examples) or self.eval_f1_examples < 0):
+            raise UsageError(f"--eval_f1_examples must be 0 (none) or a positive integer, got {self.eval_f1_examples}")
         for name in ("bft_learning_rate", "process_noise", "initial_precision"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or not (value > 0 and math.isfinite(value))):

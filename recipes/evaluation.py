@@ -6,6 +6,7 @@ import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,26 +22,29 @@ class Evaluation:
     """What `evaluate_answers` measured.
 
     Attributes:
-        exact_match: Share of answers equal to a reference after SQuAD's normalisation, in [0, 1].
-        f1: Mean over questions of the word overlap's F1 with the best reference, in [0, 1].
+        exact_match: Share of the generated answers equal to a reference after SQuAD's normalisation, in [0, 1]; None
+            where none was generated.
+        f1: Mean over generated answers of the word overlap's F1 with the best reference, in [0, 1]; or None.
         answer_nll: Mean over questions of the mean over tokens of -log p(token), in nats, of the first reference and
             the end-of-turn token after it, given the prompt and the tokens before.
         n: Questions.
+        n_generated: The first so many of them, those that were answered too.
         predictions: The generated answers, in the order of the rows.
         per_question: For each row, in order: id, prediction, answers, exact_match, f1, answer_nll, truncated (whether
-            the passage was cut to fit).
+            the passage was cut to fit). Prediction, exact_match and f1 are None where no answer was generated.
     """
 
-    exact_match: float
-    f1: float
+    exact_match: float | None
+    f1: float | None
     answer_nll: float
     n: int
+    n_generated: int
     predictions: list[str]
     per_question: list[dict[str, Any]]
 
-    def summary(self) -> dict[str, float | int]:
-        """The four numbers without the rows."""
-        return {"exact_match": self.exact_match, "f1": self.f1, "answer_nll": self.answer_nll, "n": self.n}
+    def summary(self) -> dict[str, float | int | None]:
+        """The numbers without the rows."""
+        return {name: getattr(self, name) for name in ("exact_match", "f1", "answer_nll", "n", "n_generated")}
 
 
 def normalize_answer(text: str) -> str:
@@ -71,10 +75,11 @@ def evaluate_answers(
     batch_size: int = 16,
     max_new_tokens: int = 32,
     max_length: int | None = None,
+    generate_first: int | None = None,
     progress: bool = True,
     desc: str = "Evaluating",
 ) -> Evaluation:
-    """Answer every question greedily and score the answers.
+    """Score every question's reference by its likelihood, and greedy answers by EM and F1.
 
     Args:
         model: A causal language model, on whatever device; a PEFT model too. It is put into eval mode meanwhile.
@@ -84,6 +89,8 @@ def evaluate_answers(
         max_new_tokens: Where a generated answer is cut.
         max_length: Most tokens of prompt and answer together; longer passages are cut as in training. None: the
             model's own limit.
+        generate_first: Answer only the first so many rows: on a CPU generation takes several times as long as the
+            likelihood. None: all; 0: none.
         progress: Show a progress bar.
         desc: In front of it.
 
@@ -111,37 +118,57 @@ def evaluate_answers(
     ]
     # Longest first: a batch that does not fit into memory fails at once, not at the end.
     order = sorted(range(len(rows)), key=lambda place: -len(prompts[place][0]))
+    answered = [place for place in order if generate_first is None or place < generate_first]
     ends = sorted({end_of_turn(tokenizer), *_as_list(tokenizer.eos_token_id)})
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    predictions = [""] * len(rows)
-    losses = [0.0] * len(rows)
-    bar = tqdm(total=len(rows), desc=desc, unit="question", disable=not progress)
-    with torch.inference_mode(), _eval_mode(model), _greedy(model, max_new_tokens, ends, pad) as config, bar:
-        for start in range(0, len(rows), batch_size):
-            batch = order[start : start + batch_size]
-            contexts = [prompts[place][0] for place in batch]
-            targets = [answers[place] for place in batch]
-            texts = _generate(model, tokenizer, contexts, config, ends, pad)
-            for place, text, loss in zip(batch, texts, _answer_nll(model, contexts, targets, pad), strict=True):
-                predictions[place], losses[place] = text, loss
-            bar.update(len(batch))
+    predictions: dict[int, str] = {}
+    losses: dict[int, float] = {}
+    bar = partial(tqdm, unit="question", disable=not progress)
+    with torch.inference_mode(), _eval_mode(model):
+        with bar(total=len(rows), desc=f"{desc}: likelihood") as done:
+            for batch in _batches(order, batch_size):
+                contexts, targets = [prompts[place][0] for place in batch], [answers[place] for place in batch]
+                losses.update(zip(batch, _answer_nll(model, contexts, targets, pad), strict=True))
+                done.update(len(batch))
+        if answered:
+            with (
+                _greedy(model, max_new_tokens, ends, pad) as config,
+                bar(total=len(answered), desc=f"{desc}: answers") as done,
+            ):
+                for batch in _batches(answered, batch_size):
+                    texts = _generate(model, tokenizer, [prompts[place][0] for place in batch], config, ends, pad)
+                    predictions.update(zip(batch, texts, strict=True))
+                    done.update(len(batch))
     per_question = [
         {
             "id": row["id"],
-            "prediction": prediction,
+            "prediction": predictions.get(place),
             "answers": list(row["answers"]),
-            "exact_match": exact_match(prediction, row["answers"]),
-            "f1": f1(prediction, row["answers"]),
-            "answer_nll": loss,
-            "truncated": truncated,
+            "exact_match": exact_match(predictions[place], row["answers"]) if place in predictions else None,
+            "f1": f1(predictions[place], row["answers"]) if place in predictions else None,
+            "answer_nll": losses[place],
+            "truncated": prompts[place][1],
         }
-        for row, prediction, loss, (_, truncated) in zip(rows, predictions, losses, prompts, strict=True)
+        for place, row in enumerate(rows)
     ]
-    means = {
-        name: sum(question[name] for question in per_question) / len(rows)
-        for name in ("exact_match", "f1", "answer_nll")
-    }
-    return Evaluation(**means, n=len(rows), predictions=predictions, per_question=per_question)
+    return Evaluation(
+        exact_match=_mean(question["exact_match"] for question in per_question),
+        f1=_mean(question["f1"] for question in per_question),
+        answer_nll=sum(losses.values()) / len(rows),
+        n=len(rows),
+        n_generated=len(predictions),
+        predictions=[predictions[place] for place in sorted(predictions)],
+        per_question=per_question,
+    )
+
+
+def _batches(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    return (places[start : start + size] for start in range(0, len(places), size))
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _overlap(prediction: str, reference: str) -> float:

@@ -153,9 +153,7 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
         metrics, parameters = row["metrics"], row.get("parameters")
         table.add_row(
             row["name"],
-            f"{metrics['exact_match']:.3f}",
-            f"{metrics['f1']:.3f}",
-            f"{metrics['answer_nll']:.3f}",
+            *("" if metrics[key] is None else f"{metrics[key]:.3f}" for key in ("exact_match", "f1", "answer_nll")),
             f"{row['seconds']:.0f} s" if row.get("seconds") is not None else "",
             f"{parameters['bft']:,} ({parameters['bft_share']:.5%})" if parameters and parameters["bft"] else "",
         )
@@ -225,11 +223,7 @@ def card_text(results: Mapping[str, Any], folder: str) -> str:
     )
     sections = {}
     if after:
-        before = ", ".join(f"{name} {results['before'][key]:.3f}" for key, name in names.items())
-        sections["Reading the numbers"] = (
-            f"{after['n']:.0f} questions, greedy answers; before training {before}. One seed: a difference between two such "
-            "runs is no ranking."
-        )
+        sections["Reading the numbers"] = _reading(after, results.get("before"), names)
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items() if name != "platform")
     sections["Made with"] = f"{versions}."
     card = model_card(
@@ -240,10 +234,21 @@ def card_text(results: Mapping[str, Any], folder: str) -> str:
         datasets=[data["train"]] if data["train_on_hub"] else [],
         training=training,
         noise=results["noise"],
-        evaluation={name: after[key] for key, name in names.items()} if after else None,
+        evaluation={name: after[key] for key, name in names.items() if after[key] is not None} if after else None,
         evaluated_on=data.get("evaluation"),
         tags=["trl", "sft"],
         loading=load_snippet(results, folder),
         sections=sections,
     )
     return str(card)
+
+
+def _reading(after: Mapping[str, Any], before: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
+    count, answered = after["n"], after.get("n_generated", after["n"])
+    text = f"{count:.0f} questions, " + {count: "greedy answers", 0: "none answered"}.get(
+        answered, f"greedy answers to {answered:.0f} of them"
+    )
+    if before:
+        known = (f"{name} {before[key]:.3f}" for key, name in names.items() if before[key] is not None)
+        text += f"; before training {', '.join(known)}"
+    return f"{text}. One seed: a difference between two such runs is no ranking."

@@ -256,10 +256,12 @@ def load_data(look: FirstLook, arguments: SFTArguments, training: Any) -> Data:
             max_context_chars=arguments.max_context_chars,
             seed=EVALUATION_SEED,
         )
-    if arguments.eval_examples is None and len(evaluation) > DEFAULT_EVAL_EXAMPLES:
-        # Not as a limit above: a small file of one's own should not be refused for a default.
+    cut = arguments.eval_examples is None and len(evaluation) > DEFAULT_EVAL_EXAMPLES
+    if cut or (arguments.eval_f1_examples is not None and not arguments.eval_examples):
+        # Not as a limit above: a small file of one's own should not be refused for a default. And the questions to be
+        # answered are the first ones, which in a file's own order are of one article.
         order = numpy.random.default_rng(EVALUATION_SEED).permutation(len(evaluation))
-        evaluation = evaluation.select(order[:DEFAULT_EVAL_EXAMPLES])
+        evaluation = evaluation.select(order[: DEFAULT_EVAL_EXAMPLES if cut else None])
     description = {
         "train": source,
         "evaluation": eval_source,
@@ -381,11 +383,15 @@ class Arm:
             evaluation = self._evaluate(trainer.model, tokenizer, f"Evaluating {self.method} {when} training")
             seconds[f"evaluation_{when}"] = time.perf_counter() - begin
             results[when] = evaluation.summary()
-            if config:
-                layers.append(layer_state(trainer.model, tokenizer, self._prompts(tokenizer)))
             return evaluation
 
-        measure("before")
+        def note_layers() -> None:
+            if config:
+                layers.append(layer_state(trainer.model, tokenizer, self._prompts(tokenizer)))
+
+        if self.arguments.eval_before:
+            measure("before")
+        note_layers()
         begin = time.perf_counter()
         output = trainer.train(resume_from_checkpoint=resume)
         seconds["training"] = time.perf_counter() - begin
@@ -399,6 +405,7 @@ class Arm:
             "losses": [[log["step"], log["loss"]] for log in trainer.state.log_history if "loss" in log],
         }
         evaluation = measure("after")
+        note_layers()
         if config:
             results["layers_before"], results["layers_after"] = layers
         seconds["total"] = time.perf_counter() - start
@@ -499,6 +506,7 @@ class Arm:
             batch_size=self.training.per_device_eval_batch_size,
             max_new_tokens=self.arguments.max_new_tokens,
             max_length=self.training.max_length,
+            generate_first=self.arguments.eval_f1_examples,
             desc=desc,
         )
 
@@ -520,8 +528,9 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
     """The table at the end, and the sentence that belongs under it."""
     rows: list[dict[str, Any]] = []
     for method, result in results.items():
-        patched = ", patched" if METHODS[method].patched else ""
-        rows.append({"name": f"untrained{patched}", "metrics": result["before"]})
+        if "before" in result:
+            patched = ", patched" if METHODS[method].patched else ""
+            rows.append({"name": f"untrained{patched}", "metrics": result["before"]})
     for method, result in results.items():
         row = {"name": method, "metrics": result["after"], "parameters": result["parameters"]}
         rows.append({**row, "seconds": result["seconds"]["training"]})

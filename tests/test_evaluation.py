@@ -122,6 +122,19 @@ def test_results_do_not_depend_on_the_batch_size(model_and_tokenizer, batch_size
     assert result.answer_nll == pytest.approx(expected.answer_nll, rel=1e-5)
 
 
+@pytest.mark.parametrize("count", [0, 2, 9])
+def test_only_the_first_rows_are_answered(model_and_tokenizer, count):
+    whole = evaluate_answers(*model_and_tokenizer, make_rows(), batch_size=3, max_new_tokens=5, progress=False)
+    part = evaluate_answers(
+        *model_and_tokenizer, make_rows(), batch_size=3, max_new_tokens=5, generate_first=count, progress=False
+    )
+    assert part.answer_nll == pytest.approx(whole.answer_nll) and part.n == 5
+    assert part.predictions == whole.predictions[:count] and part.n_generated == min(count, 5)
+    answered = [question["f1"] for question in part.per_question if question["f1"] is not None]
+    assert part.f1 == (sum(answered) / len(answered) if count else None)
+    assert [question["prediction"] for question in part.per_question[count:]] == [None] * max(0, 5 - count)
+
+
 def test_the_end_of_turn_counts_in_the_likelihood(model_and_tokenizer):
     model, tokenizer = model_and_tokenizer
     row = make_rows(1)[0]
@@ -236,7 +249,7 @@ def test_training_goes_on_after_an_evaluation(model_and_tokenizer):
 
 def test_the_result_is_frozen_and_sums_up_without_rows(model_and_tokenizer):
     result = evaluate_answers(*model_and_tokenizer, make_rows(2), max_new_tokens=2, progress=False)
-    assert set(result.summary()) == {"exact_match", "f1", "answer_nll", "n"}
+    assert set(result.summary()) == {"exact_match", "f1", "answer_nll", "n", "n_generated"}
     assert result.n == 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         result.f1 = 1.0

@@ -78,7 +78,7 @@ def test_a_run_leaves_results_model_and_card(
     assert results["method"] == method and results["seed"] == 7 and results["model"] == tiny
     assert results["noise"]["rate"] == 0.5
     assert 0 < results["noise"]["corrupted_labels"] < results["noise"]["eligible_labels"]
-    assert set(results["before"]) == set(results["after"]) == {"exact_match", "f1", "answer_nll", "n"}
+    assert set(results["before"]) == set(results["after"]) == {"exact_match", "f1", "answer_nll", "n", "n_generated"}
     assert results["before"]["answer_nll"] != results["after"]["answer_nll"] and results["after"]["n"] == 3
     assert results["training"]["steps"] == 2
     assert {"training", "evaluation_before", "evaluation_after", "total"} <= set(results["seconds"])
@@ -140,6 +140,28 @@ def test_arms_of_the_demo_differ_in_the_method_alone(
     assert arms["bft"]["parameters"]["trainable"] - arms["sft"]["parameters"]["trainable"] == 2
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert last.startswith("One seed and 3 questions cannot rank the arms")
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_answers_to_a_few_questions_and_no_evaluation_before(count: int, run: Any) -> None:
+    whole = run("--method", "bft", name="whole")
+    out = run("--method", "bft", "--eval_f1_examples", str(count), "--eval_before", "false")
+    results, expected = (json.loads((folder / "results.json").read_text()) for folder in (out, whole))
+    assert "before" not in results and "evaluation_before" not in results["seconds"]
+    assert results["after"]["answer_nll"] == expected["after"]["answer_nll"]
+    assert results["after"]["n"] == 3 and results["after"]["n_generated"] == count
+    assert results["layers_before"] == expected["layers_before"]
+    rows, whole_rows = (
+        [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+        for folder in (out, whole)
+    )
+    assert rows[:count] == whole_rows[:count]
+    assert [row["prediction"] is None for row in rows] == [place >= count for place in range(3)]
+    if count == 0:
+        assert results["after"]["f1"] is None and "none answered" in (out / "README.md").read_text()
+    else:
+        assert results["after"]["f1"] == sum(row["f1"] for row in rows[:count]) / count
+        assert "greedy answers to 2 of them" in (out / "README.md").read_text()
 
 
 def test_seed_covers_noise_sample_and_order(run: Any) -> None:
@@ -219,6 +241,7 @@ REFUSED = {
     "noise above 1": (["--noise", "1.3"], "--noise must be a number in [0, 1], got 1.3"),
     "noise nan": (["--noise", "nan"], "--noise must be a number in [0, 1], got nan"),
     "noise no number": (["--noise", "much"], "invalid float value: 'much'"),
+    "answers below 0": (["--eval_f1_examples", "-1"], "--eval_f1_examples must be 0 (none) or a positive integer"),
     "method": (["--method", "dpo"], "unknown --method 'dpo': choose from bft, sft"),
     "noise kind": (["--noise_kind", "typo"], "unknown --noise_kind 'typo': choose from uniform"),
     "flag": (["--nosie", "0.3"], "unknown flag --nosie, did you mean --noise?"),
