@@ -33,17 +33,40 @@ class Method:
     Attributes:
         summary: What `--help` says about it.
         patched: The model is patched, with tau and Q trained at their own learning rate.
-        training: SFTConfig fields this arm sets, for rivals that TRL has on board (`{"loss_type": "dft"}`).
+        training: Fields of BFTSFTConfig that make the arm what it is, for rivals that TRL has on board
+            (`{"loss_type": "dft"}`) and those of recipes.losses (`{"token_loss": "gce"}`).
+        distractors: Distractor passages a training question gets where --distractors does not say; 0 for none.
+        gold_probability: Share of the training questions that keep the passage with their answer.
     """
 
     summary: str
     patched: bool = False
     training: dict[str, Any] = field(default_factory=dict)
+    distractors: int = 0
+    gold_probability: float = 1.0
+
+    @property
+    def needs_distractors(self) -> bool:
+        """Whether the arm is none without distractor passages."""
+        return self.distractors > 0
 
 
+# Alpha 5 is the least of NEFTune's (arXiv:2310.05914), .1 the smoothing of arXiv:1512.00567 and arXiv:1706.03762.
 METHODS: dict[str, Method] = {
     "bft": Method("the patched model", patched=True),
     "sft": Method("plain supervised fine-tuning"),
+    "focal": Method("focal loss", training={"token_loss": "focal"}),
+    "gce": Method("generalised cross entropy", training={"token_loss": "gce"}),
+    "sce": Method("symmetric cross entropy", training={"token_loss": "sce"}),
+    "label_smoothing": Method("cross entropy with smoothed labels", training={"label_smoothing_factor": 0.1}),
+    "dft": Method("dynamic fine-tuning", training={"loss_type": "dft"}),
+    "neftune": Method("noise on the embeddings", training={"neftune_noise_alpha": 5.0}),
+    # Four distractors, and the passage with the answer kept in .8 of the questions, as in arXiv:2403.10131.
+    "raft": Method("training with distractor passages", distractors=4, gold_probability=0.8),
+    "bft+gce": Method("the patched model with generalised cross entropy", patched=True, training={"token_loss": "gce"}),
+    "bft+neftune": Method(
+        "the patched model with noise on the embeddings", patched=True, training={"neftune_noise_alpha": 5.0}
+    ),
 }
 DEFAULT_METHOD = "bft"
 DEMO_METHODS = ("sft", "bft")

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer with a learning rate of its own for tau and Q, and defaults that follow the device."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,8 @@ from trl import SFTConfig, SFTTrainer
 import bft_hf
 from bft_hf.hub import check_resume
 
+from .losses import TOKEN_LOSSES, mean_token_loss, token_loss
+
 FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 
 
@@ -22,15 +25,32 @@ FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
 class BFTSFTConfig(SFTConfig):
     """SFTConfig whose gradient_checkpointing and bf16, where not given, are on with an accelerator and off on a CPU.
 
-    SFTConfig's own defaults turn both on, and bf16 then raises on a CPU.
+    SFTConfig's own defaults turn both on, and bf16 then raises on a CPU. It also has the losses of `recipes.losses`, which
+    are trained and evaluated with as TRL does with its own.
     """
 
     gradient_checkpointing: bool | None = field(
         default=None,
         metadata={"help": "Trade compute for memory. Default: on with an accelerator, off on a CPU."},
     )
+    token_loss: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Loss of a label instead of loss_type's: {', '.join(TOKEN_LOSSES)}.",
+            "choices": [*TOKEN_LOSSES],
+        },
+    )
+    focal_gamma: float = field(default=2.0, metadata={"help": "Exponent of the focal loss, 0 or more."})
+    gce_q: float = field(default=0.7, metadata={"help": "q of generalised cross entropy, in (0, 1]."})
+    sce_alpha: float = field(default=0.1, metadata={"help": "Weight of cross entropy in symmetric cross entropy."})
+    sce_beta: float = field(default=1.0, metadata={"help": "Weight of its reverse in symmetric cross entropy."})
 
     def __post_init__(self) -> None:
+        if not 0.0 < self.gce_q <= 1.0:
+            raise ValueError(f"gce_q must be in (0, 1], got {self.gce_q}")
+        for name in ("focal_gamma", "sce_alpha", "sce_beta"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be a number, 0 or more, got {getattr(self, name)}")
         on_accelerator = torch.accelerator.is_available() and not self.use_cpu
         if getattr(self, "bf16", None) is None:
             self.bf16: bool | None = on_accelerator and not self.fp16 and is_torch_bf16_gpu_available()
@@ -53,8 +73,8 @@ class BFTSFTTrainer(SFTTrainer):
     stays at its start. The group follows the same schedule. A model that is not patched is trained as SFTTrainer does.
 
     Args:
-        *args: SFTTrainer's. The model is an object, patched already: a name would be loaded by TRL with
-            device_map="auto".
+        model: An object, patched already: a name would be loaded by TRL with device_map="auto".
+        args: SFTTrainer's; a `BFTSFTConfig` may ask for a loss of `recipes.losses`.
         bft_learning_rate: Peak learning rate of the group; None leaves every parameter where SFTTrainer puts it.
         card: Gives the text of the model card for the Hub id or folder where the model will be; None keeps TRL's.
         **kwargs: SFTTrainer's.
@@ -62,14 +82,22 @@ class BFTSFTTrainer(SFTTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        model: Any,
+        args: SFTConfig | None = None,
+        *,
         bft_learning_rate: float | None = 2e-2,
         card: Callable[[str], str] | None = None,
         **kwargs: Any,
     ) -> None:
         self.bft_learning_rate = bft_learning_rate
         self.card = card
-        super().__init__(*args, **kwargs)
+        self.token_loss = token_loss(args)
+        if self.token_loss is not None:
+            _check_token_loss(args, kwargs)
+            if not FUSED_HEAD:
+                args.loss_type = "nll"  # the chunked one of TRL 1.7 and later has no logits
+                kwargs["compute_loss_func"] = mean_token_loss(self.token_loss)
+        super().__init__(model, args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Refuse another patch than the checkpoint's here: the optimizer would only say that its groups differ."""
@@ -98,7 +126,7 @@ class BFTSFTTrainer(SFTTrainer):
         plain = self.label_smoother is None and self.compute_loss_func is None and not return_outputs
         kept = inputs["labels"][:, 1:] != -100 if FUSED_HEAD and plain and "shift_labels" not in inputs else None
         if kept is None or kept.device.type != "cpu" or not kept.any():
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(self._scored(model), inputs, return_outputs, num_items_in_batch)
 
         def keep(module: nn.Module, args: Any, output: Any) -> Any:
             output.last_hidden_state = output.last_hidden_state[:, :-1][kept][None]
@@ -109,9 +137,26 @@ class BFTSFTTrainer(SFTTrainer):
         handle = top.base_model.register_forward_hook(keep)
         try:
             inputs = {**inputs, "shift_labels": inputs["labels"][:, 1:][kept][None]}
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(self._scored(model), inputs, return_outputs, num_items_in_batch)
         finally:
             handle.remove()
+
+    def _scored(self, model: Any) -> Any:
+        """The model as TRL calls it, with minus the token loss where the fused head gives the log-probability of a label.
+
+        TRL sums -log_probs, counts, accumulates and averages over devices as ever. Where there is no label log_probs is 0,
+        and so is every token loss of 0.
+        """
+        if self.token_loss is None or not FUSED_HEAD:
+            return model
+
+        def scored(*args: Any, **kwargs: Any) -> Any:
+            outputs = model(*args, **kwargs)
+            if kwargs.get("fused_lm_head"):
+                outputs.log_probs = -self.token_loss(outputs.log_probs)
+            return outputs
+
+        return scored
 
     def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Write this command's card where TRL would write its own, in checkpoints and before a push too."""
@@ -120,6 +165,20 @@ class BFTSFTTrainer(SFTTrainer):
         elif self.is_world_process_zero():
             where = getattr(self, "hub_model_id", None) or self.args.output_dir
             Path(self.args.output_dir, "README.md").write_text(self.card(where), encoding="utf-8")
+
+
+def _check_token_loss(args: SFTConfig, given: dict[str, Any]) -> None:
+    """Refuse what TRL would compute instead of the token loss."""
+    parallel = getattr(args, "parallelism_config", None)
+    rivals = {
+        "loss_type=dft": args.loss_type == "dft",
+        "label_smoothing_factor": args.label_smoothing_factor > 0,
+        "compute_loss_func": given.get("compute_loss_func") is not None,
+        "use_liger_kernel": not FUSED_HEAD and args.use_liger_kernel,
+        "sequence parallelism": parallel is not None and parallel.sp_enabled,
+    }
+    for other in (name for name, used in rivals.items() if used):
+        raise ValueError(f"token_loss={args.token_loss} does not go with {other}: leave one of the two out")
 
 
 def move_to_own_group(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
