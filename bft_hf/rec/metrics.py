@@ -1,0 +1,114 @@
+"""What a ranking is worth: HR, NDCG, MRR and coverage from the ranks of held-out items, over all users and by stratum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+CUTOFFS = (5, 10, 20)
+HISTORY_LENGTHS = (5, 10, 20, 50)
+"""Upper ends of the strata by history length, the last one open: up to 5, 6 to 10, 11 to 20, 21 to 50, more."""
+
+
+def rank_of_targets(
+    scores: Float[Tensor, "user item"], targets: Int[Tensor, " user"], excluded: Bool[Tensor, "user item"] | None = None
+) -> Float[Tensor, " user"]:
+    """Rank of each user's held-out item among all that are not excluded, from 1.
+
+    Items with the very score of the target count as half ahead: a model that scores everything alike gets the middle, neither
+    the first nor the last place. Ranks are then multiples of one half.
+
+    Args:
+        scores: Higher is better. Changed: what is excluded becomes -inf.
+        targets: Column of the held-out item, which is ranked even where `excluded` names it (a user may buy a thing twice).
+        excluded: What the user has seen already.
+
+    Raises:
+        ValueError: a score is NaN, which would compare as behind everything.
+    """
+    if torch.isnan(scores).any():
+        raise ValueError("scores are NaN: the model has diverged, lower the learning rate")
+    of_target = scores.gather(1, targets[:, None])
+    if excluded is not None:
+        scores.masked_fill_(excluded, -torch.inf)
+        scores.scatter_(1, targets[:, None], of_target)
+    ahead = (scores > of_target).sum(dim=1)
+    level = (scores == of_target).sum(dim=1) - 1
+    return 1 + ahead.double() + level.double() / 2
+
+
+def hits(ranks: np.ndarray, k: int) -> np.ndarray:
+    """1 where the held-out item is among the first k, else 0: averaged, HR@k, which with one item to find is recall@k."""
+    return (ranks <= k).astype(np.float64)
+
+
+def gains(ranks: np.ndarray, k: int) -> np.ndarray:
+    """1 / log2(1 + rank) among the first k, else 0: averaged, NDCG@k, whose ideal is 1 with one item to find."""
+    return np.where(ranks <= k, 1 / np.log2(1 + ranks), 0.0)
+
+
+def summarize(ranks: np.ndarray, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, float]:
+    """HR and NDCG at each cutoff, MRR (of the whole ranking, no cutoff) and the number of users.
+
+    Args:
+        ranks: One a user.
+        cutoffs: The ks.
+
+    Returns:
+        "hr@5", ..., "ndcg@5", ..., "mrr", "n"; without users the means are NaN.
+    """
+    count = len(ranks)
+
+    def mean(values: np.ndarray) -> float:
+        return float(values.mean()) if count else float("nan")
+
+    values = {f"hr@{k}": mean(hits(ranks, k)) for k in cutoffs}
+    values |= {f"ndcg@{k}": mean(gains(ranks, k)) for k in cutoffs}
+    return values | {"mrr": mean(1 / ranks), "n": count}
+
+
+def coverage(recommended: Int[np.ndarray, "user place"], num_items: int) -> float:
+    """Share of the catalogue that is recommended to anybody."""
+    return len(np.unique(recommended)) / num_items
+
+
+def frequency_quartiles(item_frequency: np.ndarray) -> np.ndarray:
+    """Stratum of every item by how often it occurs in training: 0 for the rarest quarter of the items to 3.
+
+    Quarters of the *items*, not of the users: most users' held-out item is a popular one, so the strata hold different numbers
+    of users. Items that occur equally often stay together, so a border lies at the quartile itself, which belongs below.
+
+    Args:
+        item_frequency: Actions of the training part by item, padding left out, shape (num_items,).
+
+    Returns:
+        Shape (num_items,).
+    """
+    borders = np.quantile(item_frequency, [0.25, 0.5, 0.75])
+    return np.searchsorted(borders, item_frequency, side="left")
+
+
+def history_strata(lengths: np.ndarray, borders: Sequence[int] = HISTORY_LENGTHS) -> np.ndarray:
+    """Stratum of every user by how many items the model is given, whatever it keeps of them."""
+    return np.searchsorted(np.asarray(borders), lengths, side="left")
+
+
+def history_names(borders: Sequence[int] = HISTORY_LENGTHS) -> list[str]:
+    """Names of the strata by history length: "1-5", "6-10", ..., "51-"."""
+    lows = [1, *(border + 1 for border in borders)]
+    return [f"{low}-{high}" for low, high in zip(lows, [*borders, ""], strict=True)]
+
+
+def summarize_strata(ranks: np.ndarray, strata: np.ndarray, names: Sequence[str]) -> dict[str, Mapping[str, float]]:
+    """`summarize` of every stratum that has users.
+
+    Args:
+        ranks: One a user.
+        strata: Position in `names` of every user's stratum.
+        names: All strata.
+    """
+    return {name: summarize(ranks[strata == index]) for index, name in enumerate(names) if (strata == index).any()}
