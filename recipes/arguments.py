@@ -19,6 +19,7 @@ DEFAULT_DATASET = "rajpurkar/squad"
 DEFAULT_EVAL_EXAMPLES = 500
 BUNDLED_MODELS = ("smollm2-135m",)
 BUNDLED_DATASETS = ("demo",)
+PLAIN_LOSSES = ("nll", "chunked_nll")  # values of loss_type, one loss
 CONFIGS = Path(__file__).parent / "configs"
 
 
@@ -34,7 +35,7 @@ class Method:
         summary: What `--help` says about it.
         patched: The model is patched, with tau and Q trained at their own learning rate.
         training: Fields of BFTSFTConfig that make the arm what it is, for rivals that TRL has on board
-            (`{"loss_type": "dft"}`) and those of recipes.losses (`{"token_loss": "gce"}`).
+            (`{"loss_type": "dft"}`) and those of recipes.losses (`{"token_loss": "gce"}`); see `configure`.
         distractors: Distractor passages a training question gets where --distractors does not say; 0 for none.
         gold_probability: Share of the training questions that keep the passage with their answer.
     """
@@ -49,6 +50,31 @@ class Method:
     def needs_distractors(self) -> bool:
         """Whether the arm is none without distractor passages."""
         return self.distractors > 0
+
+    def configure(self, training: Any) -> None:
+        """Set this arm's fields of a BFTSFTConfig; a number that was given by a flag stays.
+
+        Raises:
+            UsageError: The arm has a loss of its own, and another was given.
+        """
+        for name, value in self.training.items():
+            given, unset = getattr(training, name), (type(training).__dataclass_fields__[name].default, *PLAIN_LOSSES)
+            if given in unset:
+                setattr(training, name, value)
+            elif isinstance(value, str) and given != value:
+                raise UsageError(f"--{name} {given} is not this --method's loss ({value}): leave it out")
+
+    @staticmethod
+    def settings(training: Any) -> dict[str, Any]:
+        """What a configured BFTSFTConfig trains with besides plain cross entropy, for results.json."""
+        from .losses import TOKEN_LOSSES
+
+        names = ("token_loss", "loss_type", "label_smoothing_factor", "neftune_noise_alpha")
+        values = {name: getattr(training, name) for name in names}
+        values = {name: value for name, value in values.items() if value and value not in PLAIN_LOSSES}
+        if training.token_loss is not None:
+            values |= {name: getattr(training, name) for name in TOKEN_LOSSES[training.token_loss][1].values()}
+        return values
 
 
 # Alpha 5 is the least of NEFTune's (arXiv:2310.05914), .1 the smoothing of arXiv:1512.00567 and arXiv:1706.03762.

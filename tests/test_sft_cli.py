@@ -69,7 +69,7 @@ def load_as_the_card_says(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("flags", [[], LORA], ids=["full", "lora"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["sft", "bft", "bft+gce"])
 def test_a_run_leaves_results_model_and_card(
     method: str, flags: list[str], run: Any, tiny: str, questions: str
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_run_leaves_results_model_and_card(
     assert len((out / "predictions.jsonl").read_text().splitlines()) == 3
     card = (out / "README.md").read_text()
     assert card.startswith("---\n") and "noise 0.5" in card and questions in card
-    assert ("patched first" in card) == (method == "bft" and bool(flags))
+    assert ("patched first" in card) == (METHODS[method].patched and bool(flags))
 
     model = load_as_the_card_says(out)
     assert bft_hf.is_patched(model) == METHODS[method].patched
