@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,12 +30,18 @@ class LabelNoise:
 
     row_wise: ClassVar[bool] = False
 
-    def prepare(self, rows: Iterable[Mapping[str, Any]], eligible: "Eligible") -> None:
-        """Learn from the clean rows once, before any is corrupted; here there is nothing to learn.
+    def prepare(self, rows: Iterable[Mapping[str, Any]], eligible: "Eligible", vocabulary: np.ndarray) -> None:
+        """Learn from clean rows once, before any is corrupted; here there is nothing to learn.
+
+        What is learned must not depend on the order of the rows.
 
         Args:
-            rows: The dataset as it came (a kind that iterates over it pays one pass, also when streaming).
+            rows: The reference rows (a kind that iterates over them pays one pass, also when streaming).
             eligible: `eligible(labels)` gives the mask of the labels that may be corrupted.
+            vocabulary: (V,) int64, sorted, the tokens a replacement may be.
+
+        Raises:
+            ValueError: The rows do not hold enough to draw from.
         """
 
     def replace(
@@ -76,7 +83,114 @@ class Uniform(LabelNoise):
         return vocabulary[draw + (known & (draw >= place))]
 
 
-LABEL_NOISES: dict[str, type[LabelNoise]] = {"uniform": Uniform}
+class Unigram(LabelNoise):
+    """A token other than the true one, as likely as it is frequent among the reference rows' labels."""
+
+    def prepare(self, rows: Iterable[Mapping[str, Any]], eligible: "Eligible", vocabulary: np.ndarray) -> None:
+        counts: Counter[int] = Counter()
+        for row in rows:
+            counts.update(_answer(row, eligible).tolist())
+        self.tokens = np.intersect1d(np.array(list(counts), dtype=np.int64), vocabulary)
+        self.edges = np.concatenate([[0], np.cumsum([counts[token] for token in self.tokens.tolist()], dtype=np.int64)])
+        if len(self.tokens) < 2:
+            raise ValueError("unigram noise needs two different tokens among the labels to draw from: give more rows")
+
+    def replace(
+        self,
+        labels: np.ndarray,
+        generator: np.random.Generator,
+        vocabulary: np.ndarray,
+        row: Mapping[str, Any],
+    ) -> np.ndarray:
+        place = np.searchsorted(self.tokens, labels)
+        known = self.tokens[np.minimum(place, len(self.tokens) - 1)] == labels
+        place = np.minimum(place, len(self.tokens) - 1)
+        own = np.where(known, self.edges[place + 1] - self.edges[place], 0)
+        draw = generator.integers(0, self.edges[-1] - own)
+        # As in Uniform: the draw steps over the true token's stretch.
+        draw = draw + np.where(draw >= self.edges[place], own, 0)
+        return self.tokens[np.searchsorted(self.edges, draw, side="right") - 1]
+
+
+class AnswerSwap(LabelNoise):
+    """Another row's answer in the place of the true one, cut or repeated to its length.
+
+    The pool is the set of the reference rows' answers, so a frequent answer is drawn no more often than a rare one.
+    """
+
+    row_wise = True
+
+    def prepare(self, rows: Iterable[Mapping[str, Any]], eligible: "Eligible", vocabulary: np.ndarray) -> None:
+        answers = {tuple(_answer(row, eligible).tolist()) for row in rows} - {()}
+        if len(answers) < 2:
+            raise ValueError("answer_swap noise needs two different answers to draw from: give more rows")
+        self.pool = sorted(answers)
+
+    def replace(
+        self,
+        labels: np.ndarray,
+        generator: np.random.Generator,
+        vocabulary: np.ndarray,
+        row: Mapping[str, Any],
+    ) -> np.ndarray:
+        start = int(generator.integers(len(self.pool)))
+        for step in range(len(self.pool) if labels.size else 0):
+            wrong = np.resize(np.array(self.pool[(start + step) % len(self.pool)]), labels.shape)
+            # Cut to one token, many an answer begins as the true one does ("the").
+            if not np.array_equal(wrong, labels):
+                return wrong
+        return labels
+
+
+class SpanShift(LabelNoise):
+    """A span of the row's own passage, as long as the answer and up to one length of it off: a slip of the annotator.
+
+    Reads `input_ids` and, where the row has them, `passage_span` and `answer_span`: first token and the one after the
+    last, of the passage and of the answer in it (-1 where unknown). Without the first, the passage is all that stands
+    before the first label; without the second, a span from anywhere in it serves. A passage shorter than the answer
+    is repeated.
+    """
+
+    row_wise = True
+
+    def replace(
+        self,
+        labels: np.ndarray,
+        generator: np.random.Generator,
+        vocabulary: np.ndarray,
+        row: Mapping[str, Any],
+    ) -> np.ndarray:
+        if "input_ids" not in row:
+            raise ValueError(_missing("input_ids", list(row)))
+        trained = np.flatnonzero(np.asarray(row["labels"]) != IGNORE_INDEX)
+        start, end = row.get("passage_span") or (0, trained[0] if trained.size else 0)
+        passage = np.asarray(row["input_ids"], dtype=np.int64)[start:end]
+        if not passage.size or not labels.size:
+            return labels
+        if passage.size < labels.size:
+            return np.resize(passage, labels.shape)
+        spans = np.lib.stride_tricks.sliding_window_view(passage, labels.size)
+        wrong = (spans != labels).any(axis=1)
+        answer = (row.get("answer_span") or (-1, -1))[0]
+        if answer >= start:
+            offset = np.abs(np.arange(len(spans)) - (answer - start))
+            near = wrong & (offset > 0) & (offset <= labels.size)
+            wrong = near if near.any() else wrong
+        choice = np.flatnonzero(wrong)
+        return spans[generator.choice(choice)] if choice.size else labels
+
+
+LABEL_NOISES: dict[str, type[LabelNoise]] = {
+    "uniform": Uniform,
+    "unigram": Unigram,
+    "answer_swap": AnswerSwap,
+    "span_shift": SpanShift,
+}
+
+
+def _answer(row: Mapping[str, Any], eligible: "Eligible") -> np.ndarray:
+    labels = np.asarray(row["labels"], dtype=np.int64).reshape(-1)
+    return labels[eligible(labels)]
 
 
 @dataclass(frozen=True)
@@ -167,6 +281,7 @@ def corrupt_labels(
     pad_token_id: int | None = None,
     special_token_ids: Iterable[int] = (),
     row_id_column: str = "id",
+    reference: Iterable[Mapping[str, Any]] | None = None,
     num_proc: int | None = None,
 ) -> AnyDataset:
     """Replace a share of the completion labels; the inputs stay clean.
@@ -176,8 +291,9 @@ def corrupt_labels(
     at every higher rate.
 
     Args:
-        dataset: Rows with `labels` (-100 where a token is not trained) and an id; nothing else is read by "uniform".
-        rate: In [0, 1], the probability that a label is corrupted. At 1 every one that may be is.
+        dataset: Rows with `labels` (-100 where a token is not trained) and an id; "span_shift" reads `input_ids` too.
+        rate: In [0, 1], the probability that a label is corrupted ("uniform", "unigram"), or that a row is, with its
+            whole answer ("answer_swap", "span_shift"). At 1 every one that may be is.
         seed: Of the noise alone; it has nothing to do with the order of training.
         vocab_size: Replacements come from 0 ... vocab_size - 1: `len(tokenizer)`, not the padded embedding.
         kind: A key of `LABEL_NOISES`.
@@ -185,14 +301,16 @@ def corrupt_labels(
         pad_token_id: A label never corrupted.
         special_token_ids: Tokens that never serve as a replacement.
         row_id_column: Its values, as text, key the noise: two rows with one id get the same draws.
+        reference: The rows whose labels "unigram" and "answer_swap" draw from; None is `dataset` itself. Give the whole
+            data set when corrupting a shard of it: then the shards agree with the whole.
         num_proc: Worker processes for a `Dataset`; has no effect on the result.
 
     Returns:
         A dataset of the same type with new `labels` and a column `corrupted`, a bool for each label.
 
     Raises:
-        ValueError: A rate outside [0, 1], an unknown kind, fewer than two tokens to choose from, a missing column, a
-            dataset that is corrupted already, or (as it is read) a label outside the vocabulary.
+        ValueError: A rate outside [0, 1], an unknown kind, fewer than two tokens or answers to choose from, a missing
+            column, a dataset that is corrupted already, or (as it is read) a label outside the vocabulary.
     """
     rate = check_rate(rate)
     if kind not in LABEL_NOISES:
@@ -210,7 +328,7 @@ def corrupt_labels(
     excluded = {int(token) for token in eos_token_ids} | ({int(pad_token_id)} if pad_token_id is not None else set())
     eligible = Eligible(tuple(sorted(excluded)))
     noise = LABEL_NOISES[kind]()
-    noise.prepare(dataset, eligible)
+    noise.prepare(dataset if reference is None else reference, eligible, _vocabulary(int(vocab_size), special))
     corrupt = _Corrupt(noise, kind, rate, int(seed), int(vocab_size), special, eligible, row_id_column)
     # Left to be inferred, the types would depend on the first rows written: an empty completion would become null.
     features = None
