@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 CUTOFFS = (5, 10, 20)
@@ -15,27 +15,29 @@ HISTORY_LENGTHS = (5, 10, 20, 50)
 
 
 def rank_of_targets(
-    scores: Float[Tensor, "user item"], targets: Int[Tensor, " user"], excluded: Bool[Tensor, "user item"] | None = None
+    scores: Float[Tensor, "user item"],
+    targets: Int[Tensor, " user"],
+    seen: tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]] | None = None,
 ) -> Float[Tensor, " user"]:
-    """Rank of each user's held-out item among all that are not excluded, from 1.
+    """Rank of each user's held-out item among all that the user has not seen, from 1.
 
     Items with the very score of the target count as half ahead: a model that scores everything alike gets the middle, neither
     the first nor the last place. Ranks are then multiples of one half.
 
     Args:
-        scores: Higher is better. Changed: what is excluded becomes -inf.
-        targets: Column of the held-out item, which is ranked even where `excluded` names it (a user may buy a thing twice).
-        excluded: What the user has seen already.
+        scores: Higher is better. Changed: what was seen becomes -inf.
+        targets: Column of the held-out item, which is ranked even where it was seen (some things are bought twice).
+        seen: Rows and columns of what is removed.
 
     Raises:
         ValueError: a score is NaN, which would compare as behind everything.
     """
-    if torch.isnan(scores).any():
-        raise ValueError("scores are NaN: the model has diverged, lower the learning rate")
     of_target = scores.gather(1, targets[:, None])
-    if excluded is not None:
-        scores.masked_fill_(excluded, -torch.inf)
+    if seen is not None:
+        scores[seen] = -torch.inf
         scores.scatter_(1, targets[:, None], of_target)
+    if torch.isnan(scores.sum()) and torch.isnan(scores).any():
+        raise ValueError("scores are NaN: the model has diverged, lower the learning rate")
     ahead = (scores > of_target).sum(dim=1)
     level = (scores == of_target).sum(dim=1) - 1
     return 1 + ahead.double() + level.double() / 2
@@ -72,8 +74,8 @@ def summarize(ranks: np.ndarray, cutoffs: Sequence[int] = CUTOFFS) -> dict[str, 
 
 
 def coverage(recommended: Int[np.ndarray, "user place"], num_items: int) -> float:
-    """Share of the catalogue that is recommended to anybody."""
-    return len(np.unique(recommended)) / num_items
+    """Share of the catalogue that is recommended to anybody; an id of 0 is no recommendation."""
+    return len(np.unique(recommended[recommended > 0])) / num_items
 
 
 def frequency_quartiles(item_frequency: np.ndarray) -> np.ndarray:
