@@ -106,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _quiet() -> Iterator[None]:
     """Deprecation notices of the libraries are addressed to their callers, not to who types a command."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not is_main_process():  # read as the libraries are imported
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -153,12 +155,19 @@ def _run(look: FirstLook, command: str) -> None:
             gc.collect()  # trainer and model refer to each other, and the next arm needs the room
         if len(arms) > 1:
             write_json(Path(folder, "results.json"), {"format": RESULTS_FORMAT, "command": command, "arms": results})
-    report(results, look)
+    if is_main_process():
+        report(results, look)
 
 
 def say(text: str) -> None:
-    """A line of progress on stdout, seen at once in a pipe too."""
-    print(text, flush=True)
+    """A line of progress on stdout, seen at once in a pipe too; of several processes the first one's."""
+    if is_main_process():
+        print(text, flush=True)
+
+
+def is_main_process() -> bool:
+    """Whether this is the only process, or the first of those that `accelerate launch` started."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 @contextmanager
@@ -373,6 +382,7 @@ class Arm:
             "versions": library_versions(),
         }
         trainer = self._trainer(model, tokenizer, rows, results)
+        results["method_settings"] = METHODS[self.method].settings(self.training)
         results["parameters"] = count_parameters(trainer.model)
         results["device"] = str(self.training.device)
         layers = []
@@ -401,7 +411,9 @@ class Arm:
             "loss": output.training_loss,
             "learning_rate": self.training.learning_rate,
             "bft_learning_rate": self.arguments.bft_learning_rate if config else None,
-            "batch_size": self.training.train_batch_size * self.training.gradient_accumulation_steps,
+            "batch_size": self.training.train_batch_size
+            * self.training.gradient_accumulation_steps
+            * self.training.world_size,
             "losses": [[log["step"], log["loss"]] for log in trainer.state.log_history if "loss" in log],
         }
         evaluation = measure("after")
@@ -475,8 +487,7 @@ class Arm:
         if peft_config is not None and method.patched:
             # Otherwise LoRA freezes tau and Q and leaves them out of the adapter's file.
             peft_config.modules_to_save = sorted({*(peft_config.modules_to_save or []), "bft"})
-        for name, value in method.training.items():
-            setattr(self.training, name, value)
+        method.configure(self.training)
         if not self.training.packing:
             # The rows are tokenized, labelled and cut already; TRL would map over them three times to find that out.
             self.training.dataset_kwargs = {"skip_prepare_dataset": True, **(self.training.dataset_kwargs or {})}
@@ -507,6 +518,7 @@ class Arm:
             max_new_tokens=self.arguments.max_new_tokens,
             max_length=self.training.max_length,
             generate_first=self.arguments.eval_f1_examples,
+            progress=is_main_process(),
             desc=desc,
         )
 
