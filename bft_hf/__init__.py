@@ -1,9 +1,10 @@
 """Bayesian Filtering Transformers for the Hugging Face stack: fine-tuning that knows which tokens to trust."""
 
 import importlib
-import sys
 from typing import TYPE_CHECKING, Any
 
+from . import guards as _guards  # noqa: F401 - its import puts up the checks around PEFT and Trainer
+from .calibration import calibrate
 from .config import BFTConfig
 from .patching import bft_parameters, get_config, is_patched, param_groups, patch, patched, unpatch
 from .tracing import Trace, record
@@ -20,6 +21,7 @@ __all__ = [
     "BFTConfig",
     "Trace",
     "bft_parameters",
+    "calibrate",
     "get_config",
     "is_patched",
     "load_adapter",
@@ -39,7 +41,3 @@ def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-
-
-if "peft" in sys.modules:
-    from . import adapters as _adapters  # noqa: F401 - its import puts the checks into PEFT; patch() does the same

@@ -20,6 +20,8 @@ class Architecture:
         self_attention: the attention; its output projection is `output_projection`, its output enters the residual as it is.
         ffn_norm: the RMS norm before the FFN; its epsilon is `norm_epsilon`.
         ffn: the gated FFN `down_projection(activation(gate_projection(x)) * up_projection(x))`.
+        built_in: the family is one of bft_hf.rec: its models take the filter by `add_filter` and give it back by `remove_filter`,
+            and the names above are not read.
     """
 
     model_type: str
@@ -36,10 +38,17 @@ class Architecture:
     up_projection: str = "up_proj"
     down_projection: str = "down_proj"
     activation: str = "act_fn"
+    built_in: bool = False
 
 
 ARCHITECTURES: dict[str, Architecture] = {
-    row.model_type: row for row in [Architecture("llama", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention")]
+    row.model_type: row
+    for row in [
+        Architecture("llama", "LlamaModel", "LlamaDecoderLayer", "LlamaAttention"),
+        Architecture("sasrec", "SASRecForNextItem", "SASRecLayer", "SelfAttention", built_in=True),
+        Architecture("bert4rec", "BERT4RecForMaskedItem", "BERT4RecLayer", "SelfAttention", built_in=True),
+        Architecture("hstu", "HSTUForNextItem", "HSTULayer", "HSTULayer", built_in=True),
+    ]
 }
 
 
@@ -65,4 +74,4 @@ def find_base_model(model: nn.Module) -> tuple[nn.Module, Architecture]:
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith("transformers.")}
+    return {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(("transformers.", "bft_hf."))}

@@ -8,13 +8,15 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
-FORMAT_VERSION = (1, 0)
+FORMAT_VERSION = (1, 1)
 """(major, minor) of the JSON form. A minor step adds a field, a major step changes what a field means."""
 
 SMALLEST, LARGEST = 1e-12, 1e12
 """The range of start values and degrees of freedom: float32 holds their products too."""
 
-_ADDED_LATER: dict[str, Any] = {}
+RANGE = f"from {SMALLEST:g} to {LARGEST:g}"
+
+_ADDED_LATER: dict[str, Any] = {"gain_scale": None}
 """Fields added after version 1.0, with the value that computes what checkpoints written before the field computed."""
 
 _VERSION_KEY = "bft_format"
@@ -77,9 +79,15 @@ class BFTConfig:
         default=None, metadata={"help": "Indices of the layers to patch, ascending; None means all."}
     )
 
+    gain_scale: tuple[float, ...] | None = field(
+        default=None,
+        metadata={"help": "Factor on the gain of each patched layer, as `calibrate` measures it; None is 1 everywhere."},
+    )
+
     def __post_init__(self) -> None:
-        if isinstance(self.layers, list):  # JSON and YAML have no tuples
-            object.__setattr__(self, "layers", tuple(self.layers))
+        for name in ("layers", "gain_scale"):
+            if isinstance(getattr(self, name), list):  # JSON and YAML have no tuples
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for spec in dataclasses.fields(self):
             self._validate(spec)
 
@@ -90,15 +98,19 @@ class BFTConfig:
             if value not in choices:
                 _refuse(spec.name, value, f"one of {', '.join(map(repr, choices))}")
         elif spec.metadata.get("positive"):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and SMALLEST <= value <= LARGEST):
-                _refuse(spec.name, value, f"a finite number above 0, from {SMALLEST:g} to {LARGEST:g}")
+            if not _in_range(value):
+                _refuse(spec.name, value, f"a finite number above 0, {RANGE}")
             object.__setattr__(self, spec.name, float(value))
         elif spec.name == "layers":
             if value is not None:
                 indices = isinstance(value, tuple) and all(type(index) is int and index >= 0 for index in value)
                 if not indices or not value or list(value) != sorted(set(value)):
                     _refuse(spec.name, value, "None or ascending layer indices from 0, each once")
+        elif spec.name == "gain_scale":
+            if value is not None:
+                if not (isinstance(value, tuple) and value and all(_in_range(scale) for scale in value)):
+                    _refuse(spec.name, value, f"None or numbers above 0, one a patched layer, {RANGE}")
+                object.__setattr__(self, spec.name, tuple(map(float, value)))
         elif not isinstance(value, bool):
             _refuse(spec.name, value, "True or False")
 
@@ -117,7 +129,8 @@ class BFTConfig:
     def to_dict(self) -> dict[str, Any]:
         """Every field, defaults included, with the format version: a later default cannot change an old checkpoint."""
         values = dataclasses.asdict(self)
-        values["layers"] = None if self.layers is None else list(self.layers)
+        for name in ("layers", "gain_scale"):
+            values[name] = None if values[name] is None else list(values[name])
         return {_VERSION_KEY: ".".join(map(str, FORMAT_VERSION)), **values}
 
     @classmethod
@@ -170,6 +183,10 @@ class BFTConfig:
 
 def _refuse(name: str, value: Any, allowed: str) -> None:
     raise ValueError(f"BFTConfig.{name} is {value!r}: allowed is {allowed}")
+
+
+def _in_range(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and SMALLEST <= value <= LARGEST
 
 
 def _parse_version(text: Any) -> tuple[int, int]:

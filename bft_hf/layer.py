@@ -108,7 +108,9 @@ class BFTDecoderLayer(InPlaceSubclass):
             gain, updated = filter.update(precisions[0], observation.precision)
             if not state.config.gain:
                 gain = (observation.precision > 0).to(gain.dtype)
-            scale = gain if gain.ndim == hidden_states.ndim else gain.unsqueeze(-1)
+            scale = self._scaled(gain, stream)
+            if scale.ndim < hidden_states.ndim:
+                scale = scale.unsqueeze(-1)
             dtype = hidden_states.dtype
             hidden_states = torch.addcmul(hidden_states, update.to(dtype), scale.to(dtype))
             all_updated = (updated, *(lam + observation.precision for lam in precisions[1:]))
@@ -125,6 +127,13 @@ class BFTDecoderLayer(InPlaceSubclass):
         for trace in stream.traces:
             trace.add(state.layer_index, precisions[0], observation, gain, jacobian, updated)
         return hidden_states + output
+
+    def _scaled(self, gain: Tensor, stream: Stream) -> Tensor:
+        """The gain as it multiplies the attention's output: over its calibrated mean, where the model is calibrated."""
+        state = self.bft
+        if stream.calibration is not None:
+            return gain * stream.calibration.scale(state.slot, gain)
+        return gain if state.config.gain_scale is None else gain * state.config.gain_scale[state.slot]
 
     def _predict(self, updated: Precisions, jacobian: Tensor | None) -> Precisions:
         state = self.bft

@@ -33,7 +33,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
 
     Args:
         model: a model of a supported family: bare, with any head, or within PEFT or another wrapper.
-        config: settings, `BFTConfig()` by default.
+        config: settings, by default `BFTConfig()`, and for the recommenders of bft_hf.rec their own.
 
     Returns:
         The same object.
@@ -42,14 +42,18 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         ValueError: the family is not supported, `config.layers` names a layer the model lacks, the model is patched with
             another configuration, or its layers carry a forward of their own that would go around the patch.
     """
-    config = BFTConfig() if config is None else config
     base, architecture = find_base_model(model)
+    if config is None:
+        config = base.default_filter() if architecture.built_in else BFTConfig()
     present = get_config(model)
     if present == config:
         return model
     if present is not None:
         raise ValueError("the model is patched with another configuration: call bft_hf.unpatch(model) first")
-    indices = _layer_indices(base, config)
+    if architecture.built_in:
+        base.add_filter(config)
+        return model
+    indices = layer_indices(base, config)
     for index in indices:
         _check_layer(base.layers[index], index, architecture)
 
@@ -67,6 +71,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
             rebind_forward(module)
     base.register_forward_pre_hook(start_stream, with_kwargs=True)
     base._bft_traces = []
+    base._bft_calibration = None
     base._bft_config = config
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
@@ -94,6 +99,9 @@ def unpatch(model: Model) -> Model:
     base, architecture = find_base_model(model)
     if get_config(model) is None:
         return model
+    if architecture.built_in:
+        base.remove_filter()
+        return model
     for index, layer in enumerate(base.layers):
         if isinstance(layer, BFTDecoderLayer) and not is_swapped(layer):
             raise ValueError(
@@ -110,7 +118,7 @@ def unpatch(model: Model) -> Model:
         if hook is start_stream:
             del base._forward_pre_hooks[key]
             base._forward_pre_hooks_with_kwargs.pop(key, None)
-    del base._bft_traces, base._bft_config
+    del base._bft_traces, base._bft_calibration, base._bft_config
     for module in _pretrained_models(model):
         module._keep_in_fp32_modules_strict = set(module._keep_in_fp32_modules_strict) - {KEEP_FLOAT32}
         restore_methods(module)
@@ -143,6 +151,15 @@ def get_config(model: nn.Module) -> BFTConfig | None:
     """The configuration a model is patched with, or None."""
     configs = [vars(module)["_bft_config"] for module in model.modules() if "_bft_config" in vars(module)]
     return configs[0] if configs else None
+
+
+def set_config(model: nn.Module, config: BFTConfig) -> None:
+    """Put another configuration in the place of a patched model's, one under which it has the same parameters."""
+    for module in model.modules():
+        if "_bft_config" in vars(module):
+            module._bft_config = config
+        elif isinstance(module, BFTState):
+            module.config = config
 
 
 def bft_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -187,13 +204,15 @@ def param_groups(
     return [group for group in groups if group["params"]]
 
 
-def _layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
+def layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
     count = len(base.layers)
     indices = list(range(count)) if config.layers is None else list(config.layers)
     if not count:
         raise ValueError(f"{type(base).__name__} has no decoder layers: there is nothing to patch")
     if indices[-1] >= count:
         raise ValueError(f"BFTConfig.layers is {config.layers!r}: this model has layers 0 to {count - 1}")
+    if config.gain_scale is not None and len(config.gain_scale) != len(indices):
+        raise ValueError(f"BFTConfig.gain_scale has {len(config.gain_scale)} factors for {len(indices)} patched layers")
     return indices
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .visibility import Visibility
 
 if TYPE_CHECKING:
+    from .calibration import Calibration
     from .state import Precisions
     from .tracing import Trace
 
@@ -32,6 +33,7 @@ class Stream:
         signs: the probes' signs in all patched layers, int8, (layer, batch or 1, kv_head, token, probe).
         grad_enabled: whether the pass began with gradients.
         in_checkpoint: whether a layer runs within the model's own activation checkpointing.
+        calibration: measures the gains of the pass while `calibrate` runs it.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Stream:
         self.log_scale: dict[int, Tensor | float] = {}
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False
+        self.calibration: Calibration | None = None
         self._slots: dict[int, Precisions] = {}
         self._visible: tuple[Visibility, tuple[Tensor, Tensor | None]] | None = None
 
@@ -108,7 +111,9 @@ def start_stream(
         tokens = input_ids if input_ids is not None else kwargs["inputs_embeds"]
         check_reliability(reliability, tokens.shape[0], pass_length({**kwargs, "input_ids": input_ids}))
         check_cache(kwargs.get("cache", kwargs.get("past_key_values")), reliability)
-    kwargs[STREAM] = Stream(list(module._bft_traces), input_ids, reliability)
+    stream = Stream(list(module._bft_traces), input_ids, reliability)
+    stream.calibration = module._bft_calibration
+    kwargs[STREAM] = stream
     return args, kwargs
 
 

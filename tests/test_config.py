@@ -40,6 +40,10 @@ REFUSED = [
     ("layers", (False,), "indices"),
     ("layers", "01", "indices"),
     ("layers", 3, "indices"),
+    ("gain_scale", (), "one a patched layer"),
+    ("gain_scale", (1.0, 0.0), "above 0"),
+    ("gain_scale", (1.0, True), "numbers"),
+    ("gain_scale", 1.5, "None"),
 ]
 
 # One value a field that differs from its default.
@@ -58,6 +62,7 @@ OTHERS = {
     "differentiate_jacobian": True,
     "separate_key_precision": True,
     "layers": (0, 2),
+    "gain_scale": (1.25, 1.5),
 }
 
 
@@ -77,6 +82,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "differentiate_jacobian": False,
         "separate_key_precision": False,
         "layers": None,
+        "gain_scale": None,
     }
 
 
