@@ -6,9 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from .. import sandwich
+from ..state import BFTState, Precisions, full_precision
+from ..weights import effective_weight
 from .configuration import HSTUConfig
-from .layers import Pass
 from .modeling_common import RecommenderModel
+from .step import FilterStep, Pass, inverse_std, start_step
 
 
 class RelativeBias(nn.Module):
@@ -44,10 +47,17 @@ class HSTULayer(nn.Module):
 
     n is the longest history that the model reads, so a row's padding does not change its weights. The norms have no
     weights, and scores are not divided by sqrt(D).
+
+    With a filter, h + K W_o(...), where the observation comes from the sandwich estimator (`bft_hf.sandwich`) and is carried
+    through norm, gate and output projection by the delta method. Without an FFN nothing moves the state between two layers:
+    the Jacobian is 0, and the prediction adds Q.
     """
+
+    bft: BFTState | None
 
     def __init__(self, config: HSTUConfig) -> None:
         super().__init__()
+        self.register_module("bft", None)
         self.num_heads = config.num_attention_heads
         self.longest = config.max_position_embeddings
         width = config.hidden_size
@@ -59,15 +69,50 @@ class HSTULayer(nn.Module):
         self.o_proj = nn.Linear(width, width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden_states: Tensor, run: Pass) -> Tensor:
-        """One layer, (batch, token, channel)."""
+    def forward(
+        self, hidden_states: Tensor, run: Pass, precisions: Precisions | None
+    ) -> tuple[Tensor, Precisions | None]:
+        """One layer: hidden states (batch, token, channel), and the precisions that stand beside them."""
+        step = start_step(self.bft, hidden_states, run, precisions)
         projected = nn.functional.silu(self.uvqk_proj(self.input_norm(hidden_states)))
         gate, *heads = projected.chunk(4, dim=-1)
         value, query, key = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in heads)
         scores = query @ key.transpose(-1, -2) + self.relative_bias(run)
         weights = (nn.functional.silu(scores) / self.longest).masked_fill(~run.visible.unsqueeze(1), 0)
-        attended = (self.attention_dropout(weights) @ value).transpose(1, 2).flatten(2)
-        return hidden_states + self.o_proj(self.dropout(gate * self.attention_norm(attended)))
+        if step is None:
+            attended = (self.attention_dropout(weights) @ value).transpose(1, 2).flatten(2)
+        else:
+            with full_precision(hidden_states):
+                attended = self._observe(weights.to(step.dtype), value.to(step.dtype), gate.to(step.dtype), run, step)
+            attended = attended.to(value.dtype)
+        output = self.o_proj(self.dropout(gate * self.attention_norm(attended)))
+        if step is None:
+            return hidden_states + output, precisions
+        hidden_states = hidden_states + step.gained(output)
+        return hidden_states, step.predict()
+
+    def _observe(self, weights: Tensor, value: Tensor, gate: Tensor, run: Pass, step: FilterStep) -> Tensor:
+        """Kriging with weights that do not sum to one; gives A V, (batch, token, channel), and `step` its observation."""
+        if step.key_precision is not None:
+            weights = sandwich.kriging_weights(weights, step.key_precision, run.visible)
+        attended = (weights @ value).transpose(1, 2).flatten(2)
+        moments = sandwich.moments(weights, value, run.visible, step.state.config.granularity)
+        neighbours = None
+        if step.key_variance is not None:
+            total = (weights.abs() @ step.key_variance[:, None, :, None]).squeeze(-1).transpose(1, 2)
+            neighbours = total / torch.where(moments.mass > 0, moments.mass, 1)
+        scale = gate * inverse_std(attended, self.attention_norm).unsqueeze(-1)
+        step.observation = sandwich.observe(
+            moments,
+            step.state.config,
+            scale.unflatten(-1, (self.num_heads, -1)),
+            effective_weight(self.o_proj).detach(),
+            neighbours,
+        )
+        if self.training and self.attention_dropout.p:
+            # Dropout acts on what enters the residual, never on the statistics.
+            attended = (self.attention_dropout(weights) @ value).transpose(1, 2).flatten(2)
+        return attended
 
 
 class HSTUForNextItem(RecommenderModel):

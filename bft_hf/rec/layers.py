@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..tracing import Trace
+from .. import plain_ffn
+from ..state import full_precision
+from ..weights import effective_weight
 from .configuration import RecommenderConfig
-
-
-class Pass(NamedTuple):
-    """One forward pass: what every layer of it shares.
-
-    Attributes:
-        input_ids: item ids, (batch, token).
-        position_ids: an item's place in its history, (batch, token).
-        visible: which key a query sees, (batch, token, key).
-        timestamps: seconds, (batch, token), or None.
-        token_reliability: rho in [0, 1], (batch, token); None is 1 everywhere.
-        traces: the recorders that are running.
-    """
-
-    input_ids: Int[Tensor, "batch token"]
-    position_ids: Int[Tensor, "batch token"]
-    visible: Bool[Tensor, "batch token key"]
-    timestamps: Int[Tensor, "batch token"] | None = None
-    token_reliability: Float[Tensor, "batch token"] | None = None
-    traces: tuple[Trace, ...] = ()
+from .step import FilterStep, Pass
 
 
 class SelfAttention(nn.Module):
@@ -46,14 +27,30 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(width, width)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, hidden_states: Tensor, run: Pass) -> Tensor:
-        """Attention's output, (batch, token, channel)."""
+    def forward(self, hidden_states: Tensor, run: Pass, step: FilterStep | None = None) -> Tensor:
+        """Attention's output, (batch, token, channel); the layer's step, if it has one, observes it."""
         query, key, value = (
             projection(hidden_states).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        weights = masked_softmax(query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5, run.visible)
-        return self.o_proj((self.dropout(weights) @ value).transpose(1, 2).flatten(2))
+        scale = query.shape[-1] ** -0.5
+        if step is None:
+            weights = masked_softmax(query @ key.transpose(-1, -2) * scale, run.visible)
+            attended = self.dropout(weights) @ value
+        else:
+            with full_precision(hidden_states):
+                query, key, wide_value = (part.to(step.dtype) for part in (query, key, value))
+                scores = query @ key.transpose(-1, -2) * scale
+                if step.key_precision is not None:
+                    bias = step.key_precision.clamp_min(torch.finfo(step.dtype).tiny).log()
+                    scores = scores + bias[:, None, None, :]
+                weights = masked_softmax(scores, run.visible)
+                attended = step.observe(weights, wide_value, self.o_proj)
+                if self.training and self.dropout.p:
+                    # Dropout acts on what enters the residual, never on the statistics: it could make RSS negative.
+                    attended = self.dropout(weights) @ wide_value
+            attended = attended.to(value.dtype)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 def masked_softmax(
@@ -78,3 +75,15 @@ class FeedForward(nn.Module):
         """The output (batch, token, channel), and what enters the activation, (batch, token, ffn)."""
         preactivation = self.up_proj(hidden_states)
         return self.down_proj(self.dropout(self.act_fn(preactivation))), preactivation
+
+    def jacobian(
+        self, preactivation: Tensor, step: FilterStep, norm: nn.LayerNorm | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """J of this FFN behind a norm whose input has the inverse std `scale`, (batch, token[, channel])."""
+        coefficients = plain_ffn.plain_jacobian_coefficients(
+            effective_weight(self.up_proj).to(step.dtype),
+            effective_weight(self.down_proj).to(step.dtype),
+            None if norm is None else norm.weight.to(step.dtype),
+            step.state.config.granularity,
+        )
+        return plain_ffn.plain_jacobian(preactivation, self.act_fn, coefficients, scale)

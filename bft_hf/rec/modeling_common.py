@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,8 +13,14 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from .configuration import ITEM_FREE_IDS, RecommenderConfig
-from .layers import Pass
+from ..architectures import Architecture
+from ..config import BFTConfig
+from ..patching import layer_indices
+from ..state import BFTState
+from ..stream import check_reliability
+from .configuration import ITEM_FREE_IDS, RecommenderConfig, filter_defaults
+from .recommend import RecommenderMixin
+from .step import Pass
 
 
 @dataclass
@@ -31,10 +38,11 @@ class RecommenderOutput(ModelOutput):
     logits: Float[Tensor, "batch token id"] | None = None
 
 
-class RecommenderModel(PreTrainedModel):
+class RecommenderModel(RecommenderMixin, PreTrainedModel):
     """Base of the recommenders: item embeddings, positions, layers, scores.
 
-    Subclasses build `layers` and, where they need one, a head, and end their `__init__` with `post_init()`.
+    Subclasses build `layers` and, where they need one, a head, and end their `__init__` with `post_init()`. A layer has a
+    child `bft` that is None in a plain model, and a `BFTState` where the layer is a step of the filter.
 
     Attributes:
         objective: "next_item" for causal models, "cloze" for bidirectional ones.
@@ -46,12 +54,54 @@ class RecommenderModel(PreTrainedModel):
     main_input_name = "input_ids"
     objective: ClassVar[str] = "next_item"
     layers: nn.ModuleList
+    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"bft"}
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__(config)
         self.embed_items = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
+
+    def post_init(self) -> None:
+        """Add the filter of `config.bft`, then let transformers initialise what no checkpoint brings."""
+        if self.config.bft is not None:
+            self.add_filter(self.config.bft)
+        super().post_init()
+
+    def default_filter(self) -> BFTConfig:
+        """What `bft_hf.patch(model)` means for a recommender."""
+        return filter_defaults()
+
+    def add_filter(self, config: BFTConfig | dict[str, Any]) -> None:
+        """Make the layers steps of the filter; `bft_hf.patch` calls it.
+
+        Raises:
+            ValueError: `config.layers` or `config.gain_scale` does not fit the model.
+        """
+        config = BFTConfig.from_dict(config) if isinstance(config, dict) else config
+        indices = layer_indices(self, config)
+        family = type(self).config_class.model_type
+        architecture = Architecture(family, type(self).__name__, type(self.layers[0]).__name__, "SelfAttention")
+        weight = self.embed_items.weight
+        for slot, index in enumerate(indices):
+            with torch.device("cpu"):  # not where from_pretrained builds empty models: an MLP's start is drawn
+                state = BFTState(config, architecture, indices, slot, self.config.hidden_size, weight.shape[0])
+            self.layers[index].bft = state.to(weight.device).train(self.training)
+        self._bft_traces: list[Any] = []
+        self._bft_config = config
+        self._set_filter_config(config)
+
+    def remove_filter(self) -> None:
+        """Undo `add_filter`; `bft_hf.unpatch` calls it."""
+        for layer in self.layers:
+            layer.bft = None
+        del self._bft_traces, self._bft_config
+        self._set_filter_config(None)
+
+    def _set_filter_config(self, config: BFTConfig | None) -> None:
+        if self.config.bft != config:
+            self.config = copy.copy(self.config)  # plain models may share it
+            self.config.bft = config
 
     def forward(
         self,
@@ -79,8 +129,9 @@ class RecommenderModel(PreTrainedModel):
         """
         run = self._start_pass(input_ids, attention_mask, position_ids, timestamps, token_reliability)
         hidden_states = self._embed(run)
+        precisions = None
         for layer in self.layers:
-            hidden_states = layer(hidden_states, run)
+            hidden_states, precisions = layer(hidden_states, run, precisions)
         hidden_states = self._head(hidden_states)
         loss = logits = None
         if labels is not None:
@@ -133,7 +184,13 @@ class RecommenderModel(PreTrainedModel):
             if self.config.positions == "from_end":
                 position_ids = position_ids + longest - lengths
             position_ids = position_ids.clamp(0, longest - 1)
-        return Pass(input_ids, position_ids, self._visible(real), timestamps, token_reliability)
+        if token_reliability is not None:
+            if self.config.bft is None:
+                raise ValueError("a plain model takes no token_reliability: call bft_hf.patch(model) first")
+            check_reliability(token_reliability, *input_ids.shape)
+            real = real & (token_reliability > 0)
+        traces = tuple(getattr(self, "_bft_traces", ()))
+        return Pass(input_ids, position_ids, self._visible(real), timestamps, token_reliability, traces)
 
     def _visible(self, real: Bool[Tensor, "batch token"]) -> Bool[Tensor, "batch token key"]:
         tokens = real.shape[-1]
@@ -161,6 +218,8 @@ class RecommenderModel(PreTrainedModel):
             init.normal_(module.weight, std=std)
             if module.padding_idx is not None and not getattr(module.weight, "_is_hf_initialized", False):
                 init.zeros_(module.weight[module.padding_idx])
+        elif isinstance(module, BFTState):
+            module.reset_missing()
         elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
             init.ones_(module.weight)
             init.zeros_(module.bias)
