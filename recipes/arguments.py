@@ -73,18 +73,18 @@ class Method:
         values = {name: getattr(training, name) for name in names}
         values = {name: value for name, value in values.items() if value and value not in PLAIN_LOSSES}
         if training.token_loss is not None:
-            values |= {name: getattr(training, name) for name in TOKEN_LOSSES[training.token_loss][1].values()}
+            values |= {name: getattr(training, name) for name in TOKEN_LOSSES[training.token_loss].settings.values()}
         return values
 
 
-# Alpha 5 is the least of NEFTune's (arXiv:2310.05914), .1 the smoothing of arXiv:1512.00567 and arXiv:1706.03762.
+# Alpha 5 is the least of those in arXiv:2310.05914.
 METHODS: dict[str, Method] = {
     "bft": Method("the patched model", patched=True),
     "sft": Method("plain supervised fine-tuning"),
     "focal": Method("focal loss", training={"token_loss": "focal"}),
     "gce": Method("generalised cross entropy", training={"token_loss": "gce"}),
     "sce": Method("symmetric cross entropy", training={"token_loss": "sce"}),
-    "label_smoothing": Method("cross entropy with smoothed labels", training={"label_smoothing_factor": 0.1}),
+    "label_smoothing": Method("cross entropy with smoothed labels", training={"token_loss": "label_smoothing"}),
     "dft": Method("dynamic fine-tuning", training={"loss_type": "dft"}),
     "neftune": Method("noise on the embeddings", training={"neftune_noise_alpha": 5.0}),
     # Four distractors, and the passage with the answer kept in .8 of the questions, as in arXiv:2403.10131.
@@ -171,6 +171,13 @@ class SFTArguments:
     bft_config: str | None = field(
         default=None, metadata={"help": "A BFTConfig as a JSON file; the two flags above override it."}
     )
+    calibrate: int = field(
+        default=0,
+        metadata={
+            "help": "Scale every layer's gain to a mean of 1 on this many training rows before training, so that the "
+            "pretrained function is kept on average; 0 leaves the gains as they start. Default 0."
+        },
+    )
     overwrite: bool = field(
         default=False,
         metadata={
@@ -191,6 +198,8 @@ class SFTArguments:
             raise UsageError(f"--eval_examples must be 0 (all) or a positive integer, got {self.eval_examples}")
         if self.eval_f1_examples is not None and (not _is_number(self.eval_f1_examples) or self.eval_f1_examples < 0):
             raise UsageError(f"--eval_f1_examples must be 0 (none) or a positive integer, got {self.eval_f1_examples}")
+        if not _is_number(self.calibrate) or self.calibrate < 0:
+            raise UsageError(f"--calibrate must be a number of rows, or 0 for none, got {self.calibrate}")
         for name in ("bft_learning_rate", "process_noise", "initial_precision"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or not (value > 0 and math.isfinite(value))):

@@ -368,6 +368,8 @@ class Arm:
         set_seed(self.training.seed)
         config = self._patch(model)
         rows, noise = self._tokenize(tokenizer)
+        if config and self.arguments.calibrate:
+            config = self._calibrate(model, rows, resume)
         results: dict[str, Any] = {
             "format": RESULTS_FORMAT,
             "method": self.method,
@@ -390,7 +392,8 @@ class Arm:
 
         def measure(when: str) -> Any:
             begin = time.perf_counter()
-            evaluation = self._evaluate(trainer.model, tokenizer, f"Evaluating {self.method} {when} training")
+            with trainer.accelerator.autocast():  # in the precision it trains in, as Trainer evaluates
+                evaluation = self._evaluate(trainer.model, tokenizer, f"Evaluating {self.method} {when} training")
             seconds[f"evaluation_{when}"] = time.perf_counter() - begin
             results[when] = evaluation.summary()
             return evaluation
@@ -437,6 +440,21 @@ class Arm:
             config = bft_config(self.arguments)
             with _as_usage_error(f"{self.look.model}: ", ValueError, TypeError, NotImplementedError):
                 bft_hf.patch(model, config)
+        return bft_hf.get_config(model)
+
+    def _calibrate(self, model: Any, rows: "Dataset", resume: str | None) -> "BFTConfig | None":
+        import torch
+
+        import bft_hf
+        from bft_hf.hub import checkpoint_config
+
+        saved = checkpoint_config(resume) if resume else None
+        if saved is not None:
+            # What was measured when the run began: the same rows need not give the same digits on another device.
+            bft_hf.patch(bft_hf.unpatch(model), saved)
+        elif bft_hf.get_config(model).gain_scale is None:
+            few = rows.select(range(min(self.arguments.calibrate, len(rows))))
+            bft_hf.calibrate(model, ({"input_ids": torch.tensor([row["input_ids"]])} for row in few))
         return bft_hf.get_config(model)
 
     def _tokenize(self, tokenizer: Any) -> tuple["Dataset", dict[str, Any]]:
