@@ -1,11 +1,12 @@
 """The losses of the rival methods, each a function of the log-probability that the model gives to a label."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 # log 0 in the reverse cross entropy, as in the paper. Only its product with beta counts, so it is no setting of its own.
@@ -60,16 +61,70 @@ def symmetric_cross_entropy(log_probs: Tensor, alpha: float = 0.1, beta: float =
     return -alpha * log_probs + beta * SCE_LOG_ZERO * torch.expm1(log_probs)
 
 
-# By the value of `token_loss`: the function, and the field of BFTSFTConfig that holds each of its settings.
-TOKEN_LOSSES: dict[str, tuple[Callable[..., Tensor], dict[str, str]]] = {
-    "focal": (focal, {"gamma": "focal_gamma"}),
-    "gce": (generalised_cross_entropy, {"q": "gce_q"}),
-    "sce": (symmetric_cross_entropy, {"alpha": "sce_alpha", "beta": "sce_beta"}),
+def label_smoothing(log_probs: Tensor, excess: Tensor, epsilon: float = 0.1) -> Tensor:
+    """Cross entropy against (1 - epsilon) one-hot + epsilon uniform (arXiv:1512.00567, section 7; epsilon .1 there).
+
+    -(1 - epsilon) log p_y - epsilon mean_v log p_v = -log p_y + epsilon (z_y - mean_v z_v), z the logits: no logit but the
+    label's and their mean is needed.
+
+    Args:
+        log_probs: log p of each label, in nats, any shape; 0 where there is none.
+        excess: z_y - mean_v z_v of each label, as `excess_of_labels`; 0 where there is none.
+        epsilon: 0 is cross entropy.
+
+    Returns:
+        The loss of each label, 0 where both are 0.
+    """
+    return -log_probs + epsilon * excess
+
+
+def excess_of_labels(hidden_states: Tensor, labels: Tensor, head: nn.Linear) -> Tensor:
+    """By how much a label's logit exceeds the mean over the vocabulary, without the other logits.
+
+    Logits are linear in the hidden state, so their mean is that of the head's mean row.
+
+    Args:
+        hidden_states: What the head reads, (..., channel).
+        labels: The token that follows each, (...), or -100.
+        head: Gives the logits, without a scale or cap after it.
+
+    Returns:
+        z_y - mean_v z_v, (...), at least float32; 0 where the label is -100.
+    """
+    known = labels.clamp(min=0)
+    direction = head.weight[known] - head.weight.mean(0)
+    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
+    excess = torch.linalg.vecdot(hidden_states.to(dtype), direction.to(dtype))
+    if head.bias is not None:
+        excess = excess + head.bias[known] - head.bias.mean()
+    return excess.masked_fill(labels == -100, 0.0)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A row of `TOKEN_LOSSES`.
+
+    Attributes:
+        function: Of the labels' log-probabilities and, where it needs it, their `excess`.
+        settings: The field of BFTSFTConfig for each of its keywords.
+        needs_excess: Whether it does.
+    """
+
+    function: Callable[..., Tensor]
+    settings: dict[str, str]
+    needs_excess: bool = False
+
+
+TOKEN_LOSSES: dict[str, TokenLoss] = {
+    "focal": TokenLoss(focal, {"gamma": "focal_gamma"}),
+    "gce": TokenLoss(generalised_cross_entropy, {"q": "gce_q"}),
+    "sce": TokenLoss(symmetric_cross_entropy, {"alpha": "sce_alpha", "beta": "sce_beta"}),
+    "label_smoothing": TokenLoss(label_smoothing, {"epsilon": "smoothing_epsilon"}, needs_excess=True),
 }
 
 
-def token_loss(config: Any) -> Callable[[Tensor], Tensor] | None:
-    """The loss of a label that a `BFTSFTConfig` asks for, or None where it is TRL's own.
+def token_loss(config: Any) -> TokenLoss | None:
+    """The loss that a `BFTSFTConfig` asks for, its settings bound, or None where it is TRL's own.
 
     Args:
         config: Its `token_loss` and the fields of that loss are read; a config without them is TRL's.
@@ -77,15 +132,16 @@ def token_loss(config: Any) -> Callable[[Tensor], Tensor] | None:
     name = getattr(config, "token_loss", None)
     if name is None:
         return None
-    function, settings = TOKEN_LOSSES[name]
-    return partial(function, **{key: getattr(config, field) for key, field in settings.items()})
+    row = TOKEN_LOSSES[name]
+    values = {key: getattr(config, field) for key, field in row.settings.items()}
+    return replace(row, function=partial(row.function, **values))
 
 
-def mean_token_loss(loss: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+def mean_token_loss(loss: TokenLoss) -> Callable[..., Tensor]:
     """A token loss as the `compute_loss_func` of a Trainer, for a TRL whose models give logits.
 
     Args:
-        loss: Of the log-probabilities of labels.
+        loss: Its settings bound.
 
     Returns:
         A function of (outputs, labels, num_items_in_batch) that sums over the labels that are not -100, of which alone
@@ -95,8 +151,12 @@ def mean_token_loss(loss: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits, targets = outputs.logits[:, -labels.shape[1] : -1], labels[:, 1:]  # virtual tokens have no labels
         kept = targets != -100
-        log_probs = -cross_entropy(logits[kept].float(), targets[kept], reduction="none")
+        logits, targets = logits[kept].float(), targets[kept]
+        log_probs = -cross_entropy(logits, targets, reduction="none")
+        extra = {}
+        if loss.needs_excess:
+            extra["excess"] = logits.gather(-1, targets[:, None])[:, 0] - logits.mean(-1)
         count = kept.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        return loss(log_probs).sum() / count.clamp(min=1).to(log_probs.device)
+        return loss.function(log_probs, **extra).sum() / count.clamp(min=1).to(log_probs.device)
 
     return compute

@@ -8,17 +8,26 @@ from typing import Any
 
 import torch
 import trl.trainer.utils
-from accelerate.utils import is_peft_model
-from torch import nn
+from accelerate.utils import DistributedType, is_peft_model
+from torch import Tensor, nn
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import SFTConfig, SFTTrainer
 
 import bft_hf
+from bft_hf.callbacks import BFTCallback
 from bft_hf.hub import check_resume
 
-from .losses import TOKEN_LOSSES, mean_token_loss, token_loss
+from .losses import TOKEN_LOSSES, excess_of_labels, mean_token_loss, token_loss
 
 FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
+# What configurations call a factor on the logits, or a cap.
+LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_multiplier",
+    "lm_head_multiplier",
+)
 
 
 @dataclass
@@ -44,10 +53,22 @@ class BFTSFTConfig(SFTConfig):
     gce_q: float = field(default=0.7, metadata={"help": "q of generalised cross entropy, in (0, 1]."})
     sce_alpha: float = field(default=0.1, metadata={"help": "Weight of cross entropy in symmetric cross entropy."})
     sce_beta: float = field(default=1.0, metadata={"help": "Weight of its reverse in symmetric cross entropy."})
+    smoothing_epsilon: float = field(
+        default=0.1,
+        metadata={"help": "Share of the uniform distribution in label_smoothing, in [0, 1); needs no full logits."},
+    )
+    log_filter: bool = field(
+        default=True,
+        metadata={
+            "help": "With a patched model, log gain, precision and Q of each layer (BFTCallback) at logging steps."
+        },
+    )
 
     def __post_init__(self) -> None:
         if not 0.0 < self.gce_q <= 1.0:
             raise ValueError(f"gce_q must be in (0, 1], got {self.gce_q}")
+        if not 0.0 <= self.smoothing_epsilon < 1.0:
+            raise ValueError(f"smoothing_epsilon must be in [0, 1), got {self.smoothing_epsilon}")
         for name in ("focal_gamma", "sce_alpha", "sce_beta"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number, 0 or more, got {getattr(self, name)}")
@@ -70,7 +91,8 @@ class BFTSFTTrainer(SFTTrainer):
     """SFTTrainer in which tau and Q of a patched model have a parameter group of their own.
 
     At a learning rate fit for weights (2e-5) log Q moves by .002 in a hundred steps: without its own group a patched model
-    stays at its start. The group follows the same schedule. A model that is not patched is trained as SFTTrainer does.
+    stays at its start. The group follows the same schedule. A model that is not patched is trained as SFTTrainer does. At
+    logging steps `BFTCallback` reports mean gain, precision, effective sample size and Q by layer (`log_filter`).
 
     Args:
         model: An object, patched already: a name would be loaded by TRL with device_map="auto".
@@ -92,12 +114,17 @@ class BFTSFTTrainer(SFTTrainer):
         self.bft_learning_rate = bft_learning_rate
         self.card = card
         self.token_loss = token_loss(args)
-        if self.token_loss is not None:
+        if args is not None and self.token_loss is not None:
             _check_token_loss(args, kwargs)
             if not FUSED_HEAD:
                 args.loss_type = "nll"  # the chunked one of TRL 1.7 and later has no logits
                 kwargs["compute_loss_func"] = mean_token_loss(self.token_loss)
         super().__init__(model, args, **kwargs)
+        if FUSED_HEAD and self.token_loss is not None and self.token_loss.needs_excess:
+            _check_head(self.model, self.accelerator.distributed_type)
+        known = any(isinstance(callback, BFTCallback) for callback in self.callback_handler.callbacks)
+        if getattr(self.args, "log_filter", True) and not known:  # a plain model is left alone by the callback
+            self.add_callback(BFTCallback(self))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Refuse another patch than the checkpoint's here: the optimizer would only say that its groups differ."""
@@ -118,45 +145,62 @@ class BFTSFTTrainer(SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """SFTTrainer's loss; on a CPU the LM head runs on the trained positions alone.
+        """SFTTrainer's loss, or the token loss in its place; on a CPU the LM head runs on the trained positions alone.
 
         TRL's fused head does so where there is Triton and scores every position elsewhere. Of a question, five tokens in two
         hundred are trained, and the head of a small model is a third of a step. The loss and its gradients are the same.
         """
-        plain = self.label_smoother is None and self.compute_loss_func is None and not return_outputs
-        kept = inputs["labels"][:, 1:] != -100 if FUSED_HEAD and plain and "shift_labels" not in inputs else None
-        if kept is None or kept.device.type != "cpu" or not kept.any():
-            return super().compute_loss(self._scored(model), inputs, return_outputs, num_items_in_batch)
-
-        def keep(module: nn.Module, args: Any, output: Any) -> Any:
-            output.last_hidden_state = output.last_hidden_state[:, :-1][kept][None]
-            return output
-
+        kept = self._trained_positions(inputs, return_outputs)
+        if not FUSED_HEAD or (kept is None and self.token_loss is None):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if kept is not None:
+            inputs = {**inputs, "shift_labels": inputs["labels"][:, 1:][kept][None]}
         top = self.accelerator.unwrap_model(model)
         top = top.get_base_model() if is_peft_model(top) else top
-        handle = top.base_model.register_forward_hook(keep)
+        hidden_states: list[Tensor] = []
+
+        def read(module: nn.Module, args: Any, output: Any) -> Any:
+            if kept is not None:
+                output.last_hidden_state = output.last_hidden_state[:, :-1][kept][None]
+            hidden_states[:] = [output.last_hidden_state]
+            return output
+
+        def scored(*args: Any, **kwargs: Any) -> Any:
+            """The model, with minus the token loss where the fused head gives the log-probability of a label.
+
+            TRL sums -log_probs, counts, accumulates and averages over devices as ever. Where there is no label log_probs is
+            0, and so is every token loss of 0.
+            """
+            outputs = model(*args, **kwargs)
+            if self.token_loss is None or not kwargs.get("fused_lm_head"):
+                return outputs
+            extra = {}
+            if self.token_loss.needs_excess:
+                states, labels = hidden_states[0], kwargs.get("shift_labels")
+                if labels is None:
+                    states, labels = states[:, :-1], kwargs["labels"][:, 1:]
+                extra["excess"] = excess_of_labels(states, labels, top.get_output_embeddings())
+            outputs.log_probs = -self.token_loss.function(outputs.log_probs, **extra)
+            return outputs
+
+        handle = top.base_model.register_forward_hook(read)
         try:
-            inputs = {**inputs, "shift_labels": inputs["labels"][:, 1:][kept][None]}
-            return super().compute_loss(self._scored(model), inputs, return_outputs, num_items_in_batch)
+            return super().compute_loss(scored, inputs, return_outputs, num_items_in_batch)
         finally:
             handle.remove()
 
-    def _scored(self, model: Any) -> Any:
-        """The model as TRL calls it, with minus the token loss where the fused head gives the log-probability of a label.
-
-        TRL sums -log_probs, counts, accumulates and averages over devices as ever. Where there is no label log_probs is 0,
-        and so is every token loss of 0.
-        """
-        if self.token_loss is None or not FUSED_HEAD:
-            return model
-
-        def scored(*args: Any, **kwargs: Any) -> Any:
-            outputs = model(*args, **kwargs)
-            if kwargs.get("fused_lm_head"):
-                outputs.log_probs = -self.token_loss(outputs.log_probs)
-            return outputs
-
-        return scored
+    def _trained_positions(self, inputs: dict[str, Any], return_outputs: bool) -> Tensor | None:
+        """Where a label other than -100 is predicted from, (row, token - 1); None where TRL's head is left to find out."""
+        plain = self.label_smoother is None and self.compute_loss_func is None and not return_outputs
+        if (
+            not plain
+            or _is_prompt_learning(self.model)
+            or "shift_labels" in inputs
+            or inputs["labels"].device.type != "cpu"
+        ):
+            return None
+        kept = inputs["labels"][:, 1:] != -100
+        return kept if kept.any() else None
 
     def create_model_card(self, model_name: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Write this command's card where TRL would write its own, in checkpoints and before a push too."""
@@ -165,6 +209,11 @@ class BFTSFTTrainer(SFTTrainer):
         elif self.is_world_process_zero():
             where = getattr(self, "hub_model_id", None) or self.args.output_dir
             Path(self.args.output_dir, "README.md").write_text(self.card(where), encoding="utf-8")
+
+
+def _is_prompt_learning(model: nn.Module) -> bool:
+    """Whether PEFT puts virtual tokens, which have no labels, before each row."""
+    return is_peft_model(model) and model.active_peft_config.is_prompt_learning
 
 
 def _check_token_loss(args: SFTConfig, given: dict[str, Any]) -> None:
@@ -179,6 +228,18 @@ def _check_token_loss(args: SFTConfig, given: dict[str, Any]) -> None:
     }
     for other in (name for name, used in rivals.items() if used):
         raise ValueError(f"token_loss={args.token_loss} does not go with {other}: leave one of the two out")
+
+
+def _check_head(model: Any, distributed: DistributedType) -> None:
+    """Refuse to smooth labels where a label's logit and their mean cannot be read off the LM head's weight."""
+    config = model.config.get_text_config()
+    reasons = {
+        f"whose configuration has {name}": getattr(config, name, None) not in (None, 1.0) for name in LOGIT_CHANGES
+    }
+    reasons["whose weights are sharded"] = distributed in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    reasons["with learned prompts"] = _is_prompt_learning(model)
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ValueError(f"token_loss=label_smoothing is not for a model {reason}: use label_smoothing_factor instead")
 
 
 def move_to_own_group(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
