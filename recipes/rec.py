@@ -1,0 +1,451 @@
+"""`bft-rec`: train a sequential recommender, plain or as a Bayesian filter, and rank every user's last item among all.
+
+SASRec on histories of your own, lines of `user item item ...`, oldest first:
+
+    bft-rec --data histories.txt.gz --model sasrec --method bft
+
+What to recommend after some items, by the model that this left:
+
+    bft-rec recommend --model outputs/rec-histories-sasrec-bft-seed42 --history '12 7 101' --k 5
+
+Leave-one-out: of every user the last item is the test's, the one before it validation's, and training stops at the best
+validation NDCG@10. The held-out item is ranked among all items of the catalogue but those the user has had. Into
+`--output_dir` go results.json, per_user.csv.gz (every user's rank, for paired tests), the model and items.json, the names
+of its items. Several processes: `accelerate launch -m bft_hf.recipes.rec --data ...`.
+"""
+
+import csv
+import gzip
+import io
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import UsageError, check_output_dir, one_line
+from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_overrides, parse_recommend
+from .results import count_parameters, library_versions, write_json
+
+if TYPE_CHECKING:
+    from bft_hf.rec.data import Split
+    from bft_hf.rec.evaluation import Ranking
+    from bft_hf.rec.training import Trainer
+
+RESULTS_FORMAT = 1
+CHECKPOINT = "training.pt"
+OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
+INSTALL = "packages are missing, pip install 'bft-hf[rec]' brings them: "
+PROTOCOL = (
+    "leave-one-out; the held-out item ranked among all items of the catalogue, the others of the user's history removed; items "
+    "with its very score count half"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        argv: The command line without the program's name; None reads sys.argv.
+
+    Returns:
+        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    try:
+        if argv[:1] == ["recommend"]:
+            _recommend(argv[1:])
+        else:
+            _run(parse(argv), shlex.join(["bft-rec", *argv]))
+    except UsageError as error:
+        print(f"bft-rec: {one_line(error)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # whoever reads has seen enough
+        return 0
+    except KeyboardInterrupt:
+        print("bft-rec: interrupted; --resume goes on after the last epoch", file=sys.stderr)
+        return 130
+    return 0
+
+
+@contextmanager
+def _as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
+    try:
+        yield
+    except UsageError:
+        raise
+    except kinds as error:
+        raise UsageError(f"{prefix}{one_line(error)}") from error
+
+
+def _without_bars() -> None:
+    """A model of a few megabytes is read and written before a bar of progress can be."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def _run(arguments: RecArguments, command: str) -> None:
+    folder = Path(arguments.folder)
+    check_folder(folder, arguments)
+    if arguments.resume and (folder / "results.json").is_file():
+        print(f"{folder} has the results of a finished run")
+        return
+    with _as_usage_error(INSTALL, ImportError):
+        from accelerate import Accelerator
+
+        _without_bars()
+    started = time.perf_counter()
+    split = load_split(arguments)
+    titles = read_item_titles(arguments)
+    with _as_usage_error("", ValueError):
+        accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)
+    quiet = not accelerator.is_main_process
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(text, flush=True)
+
+    say(describe(split, arguments))
+    results: dict[str, Any] = {
+        "format": RESULTS_FORMAT,
+        "task": "rec",
+        "model": arguments.model,
+        "method": arguments.method,
+        "seed": arguments.seed,
+        "data": data_summary(split, arguments),
+        "protocol": PROTOCOL,
+        "command": command,
+        "flags": own_flags(arguments),
+        "versions": library_versions(),
+        "device": str(accelerator.device),
+        "processes": accelerator.num_processes,
+    }
+    if arguments.model in LEARNED:
+        trainer = prepare(arguments, split, titles, accelerator, say)
+        if accelerator.is_main_process:
+            clear(folder, keep_checkpoint=arguments.resume)
+        accelerator.wait_for_everyone()
+        test = fit(trainer, arguments, results)
+    else:
+        test = rank_baseline(arguments.model, split, results)
+        if accelerator.is_main_process:
+            clear(folder)
+    results["seconds"]["total"] = time.perf_counter() - started
+    if accelerator.is_main_process:
+        save(folder, results, test, trainer.model if arguments.model in LEARNED else None)
+    report(results, folder, say)
+
+
+def check_folder(folder: Path, arguments: RecArguments) -> None:
+    """Refuse a folder with something in it, or with nothing to go on from.
+
+    Raises:
+        UsageError: It is a file, or not empty and neither --overwrite nor --resume says that this is meant.
+    """
+    if arguments.resume and folder.is_dir() and any(folder.iterdir()):
+        known = [name for name in OUTPUTS if (folder / name).exists()]
+        if not known:
+            raise UsageError(f"--resume: {folder} is not empty and holds nothing of bft-rec: give another --output_dir")
+        return
+    try:
+        check_output_dir(str(folder), overwrite=arguments.overwrite, resume=None)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--resume_from_checkpoint true", "--resume")) from None
+
+
+def clear(folder: Path, keep_checkpoint: bool = False) -> None:
+    """Make the folder, and remove an earlier run's files and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in OUTPUTS:
+        if not (keep_checkpoint and name == CHECKPOINT):
+            (folder / name).unlink(missing_ok=True)
+
+
+def load_split(arguments: RecArguments) -> "Split":
+    """Read, filter, order and split the data.
+
+    Raises:
+        UsageError: The file cannot be read as asked.
+    """
+    from bft_hf.rec.data import DataError, leave_one_out
+    from bft_hf.rec.reading import read_interactions
+
+    with _as_usage_error("--data: ", DataError):
+        data = read_interactions(
+            Path(str(arguments.data)).expanduser(),
+            arguments.data_format,
+            user_column=arguments.user_column,
+            item_column=arguments.item_column,
+            time_column=arguments.time_column,
+            delimiter=arguments.delimiter,
+        )
+        data = data.k_core(arguments.k_core)
+    with _as_usage_error("--ties shuffle: ", DataError):
+        if arguments.ties == "shuffle":
+            data = data.shuffle_ties(arguments.ties_seed)
+    with _as_usage_error("--data: ", DataError):
+        return leave_one_out(data)
+
+
+def read_item_titles(arguments: RecArguments) -> dict[str, str]:
+    """Titles by item, or none."""
+    from bft_hf.rec.item_map import read_titles
+
+    if arguments.item_titles is None:
+        return {}
+    with _as_usage_error("--item_titles: ", ValueError, OSError):
+        return read_titles(Path(arguments.item_titles).expanduser())
+
+
+def data_summary(split: "Split", arguments: RecArguments) -> dict[str, Any]:
+    """What results.json says about the data."""
+    data = split.data
+    return {
+        "file": arguments.data,
+        "users": data.num_users,
+        "items": data.num_items,
+        "actions": len(data.items),
+        "order": data.order,
+        "k_core": arguments.k_core,
+        "evaluated_users": len(split.users),
+        "test_items_never_trained_on": split.untrained_targets,
+        "users_with_test_and_validation_at_one_time": data.tied_targets(),
+    }
+
+
+def describe(split: "Split", arguments: RecArguments) -> str:
+    """A line about the data for the terminal."""
+    data = split.data
+    return (
+        f"{arguments.data}: {data.num_users:,} users, {data.num_items:,} items, {len(data.items):,} actions; order "
+        f"{data.order}; {len(split.users):,} users evaluated"
+    )
+
+
+def build_model(arguments: RecArguments, num_items: int) -> Any:
+    """A new model, patched where --method says so; its own weights are the same for both methods.
+
+    Raises:
+        UsageError: A field that its configuration refuses.
+    """
+    import torch
+
+    import bft_hf
+    from bft_hf import rec
+
+    config_class, model_class = {
+        "sasrec": (rec.SASRecConfig, rec.SASRecForNextItem),
+        "bert4rec": (rec.BERT4RecConfig, rec.BERT4RecForMaskedItem),
+        "hstu": (rec.HSTUConfig, rec.HSTUForNextItem),
+    }[arguments.model]
+    values: dict[str, Any] = {
+        "hidden_size": arguments.hidden_size,
+        "num_hidden_layers": arguments.num_layers,
+        "num_attention_heads": arguments.num_heads,
+        "max_position_embeddings": arguments.max_length,
+        "dropout": arguments.dropout,
+        "mask_probability": arguments.mask_probability,
+        "time_buckets": 128 if arguments.time_bias else None,
+    }
+    values = {name: value for name, value in values.items() if value is not None}
+    overrides = parse_overrides("config_overrides", arguments.config_overrides)
+    known = config_class().to_dict()
+    for name in overrides:
+        if name not in known or name in ("num_items", "bft"):
+            raise UsageError(f"--config_overrides: {config_class.__name__} has no field {name!r} to set")
+    with _as_usage_error("the model's configuration: ", ValueError, TypeError, KeyError):
+        torch.manual_seed(arguments.seed)
+        model = model_class(config_class(num_items=num_items, **{**values, **overrides}))
+    if arguments.method == "bft":
+        with _as_usage_error("--method bft: ", ValueError, TypeError, OSError, NotImplementedError):
+            bft_hf.patch(model, filter_config(arguments))
+    return model
+
+
+def filter_config(arguments: RecArguments) -> Any:
+    """The BFTConfig that the flags ask for.
+
+    Raises:
+        UsageError: A field that there is none of; ValueError and OSError for a file or value that is refused.
+    """
+    from bft_hf import BFTConfig, rec
+
+    overrides = parse_overrides("bft_overrides", arguments.bft_overrides)
+    names = {spec.name for spec in fields(BFTConfig)}
+    for name in overrides:
+        if name not in names:
+            raise UsageError(f"--bft_overrides: BFTConfig has no field {name!r}")
+    if arguments.initial_precision is not None:
+        overrides["initial_precision_value"] = arguments.initial_precision
+    if arguments.process_noise is not None:
+        overrides["initial_process_noise"] = arguments.process_noise
+    if arguments.bft_config is None:
+        return rec.filter_defaults(**overrides)
+    text = Path(arguments.bft_config).expanduser().read_text(encoding="utf-8")
+    return BFTConfig.from_dict({**BFTConfig.from_json_string(text).to_dict(), **overrides})
+
+
+def prepare(arguments: RecArguments, split: "Split", titles: dict[str, str], accelerator: Any, say: Any) -> "Trainer":
+    """The model with its map of items, and what trains it.
+
+    Raises:
+        UsageError: Settings that do not go together.
+    """
+    from bft_hf.rec.item_map import ItemMap
+    from bft_hf.rec.training import Trainer, TrainingSettings
+
+    names = {spec.name for spec in fields(TrainingSettings)} - {"block_bytes"}
+    settings = TrainingSettings(**{name: getattr(arguments, name) for name in names})
+    model = build_model(arguments, split.data.num_items)
+    present = set(split.data.item_names)
+    model.item_map = ItemMap(split.data.item_names, {name: text for name, text in titles.items() if name in present})
+    with _as_usage_error("", ValueError):
+        return Trainer(model, split, settings, Path(arguments.folder) / CHECKPOINT, say, accelerator)
+
+
+def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) -> "Ranking":
+    """Train, and evaluate the best epoch's weights on both parts.
+
+    Raises:
+        UsageError: Training cannot go on.
+    """
+    import bft_hf
+
+    started = time.perf_counter()
+    with _as_usage_error("", ValueError):
+        record = trainer.train(resume=arguments.resume)
+    evaluated = time.perf_counter()
+    validation, test = (trainer.rank(part, recommend=True) for part in ("validation", "test"))
+    config = bft_hf.get_config(trainer.model)
+    results |= {
+        "model_config": trainer.model.config.to_dict(),
+        "bft_config": config.to_dict() if config else None,
+        "parameters": count_parameters(trainer.model),
+        "settings": {**asdict(trainer.settings), "mixed_precision": arguments.mixed_precision},
+        "best_epoch": record.best_epoch,
+        "stopped_early": record.stopped_early,
+        "epochs": record.epochs,
+        "seconds": {
+            "epoch": record.seconds_per_epoch(),
+            "epoch_cpu": record.seconds_per_epoch("cpu_seconds"),
+            "training": evaluated - started,
+            "evaluation": time.perf_counter() - evaluated,
+        },
+    }
+    results |= outcome(validation, test)
+    return test
+
+
+def rank_baseline(name: str, split: "Split", results: dict[str, Any]) -> "Ranking":
+    """Rank by popularity or by transitions."""
+    from bft_hf.rec.baselines import BASELINES
+    from bft_hf.rec.evaluation import rank_users
+
+    started = time.perf_counter()
+    rankings = [
+        rank_users(split, part, BASELINES[name](split, part), recommend=True) for part in ("validation", "test")
+    ]
+    results |= {"bft_config": None, "seconds": {"evaluation": time.perf_counter() - started}} | outcome(*rankings)
+    return rankings[1]
+
+
+def outcome(validation: "Ranking", test: "Ranking") -> dict[str, Any]:
+    """The metrics of both parts, and the test's by stratum."""
+    return {"validation": validation.summary(), "test": test.summary(), "strata": test.strata()}
+
+
+def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> None:
+    """Write the model, the users' ranks and, last, results.json; the checkpoint goes."""
+    if model is not None:
+        model.save_pretrained(folder)
+    write_per_user(folder / "per_user.csv.gz", test)
+    write_json(folder / "results.json", results)
+    (folder / CHECKPOINT).unlink(missing_ok=True)
+
+
+def write_per_user(path: Path, test: "Ranking") -> None:
+    """A row a user: the held-out item, its rank (.5 where ties count half), its frequency in training and quartile of it."""
+    split, quartiles, lengths = test.split, test.quartiles, test.history_lengths
+    targets = split.targets(test.part)
+    # No time in the header: two runs alike leave files alike.
+    with (
+        open(path, "wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
+        io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
+    ):
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(["user", "item", "rank", "frequency", "item_quartile", "history_length"])
+        for row, user in enumerate(split.users.tolist()):
+            item = int(targets[row])
+            names = [split.data.user_names[user], split.data.item_names[item - 1]]
+            rank = f"{test.ranks[row]:.1f}".removesuffix(".0")
+            writer.writerow([*names, rank, split.item_frequency[item], f"Q{quartiles[row]}", lengths[row]])
+
+
+def report(results: dict[str, Any], folder: Path, say: Any) -> None:
+    """The outcome on the terminal."""
+    say(f"{'':16}{'users':>8}{'HR@5':>8}{'HR@10':>8}{'HR@20':>8}{'NDCG@5':>8}{'NDCG@10':>9}{'NDCG@20':>9}{'MRR':>8}")
+    rows = {"validation": results["validation"], "test": results["test"]}
+    rows |= {f"test items {name}": row for name, row in results["strata"]["item_frequency"].items()}
+    rows |= {f"history {name}": row for name, row in results["strata"]["history_length"].items()}
+    for name, row in rows.items():
+        hr = "".join(f"{row[f'hr@{k}']:8.4f}" for k in (5, 10, 20))
+        ndcg = "".join(f"{row[f'ndcg@{k}']:{8 if k == 5 else 9}.4f}" for k in (5, 10, 20))
+        say(f"{name:16}{row['n']:8,}{hr}{ndcg}{row['mrr']:8.4f}")
+    if "epoch" in results["seconds"]:
+        say(f"Best epoch {results['best_epoch']}; {results['seconds']['epoch']:.1f} s an epoch of training")
+    say(f"Written to {folder}")
+
+
+def _recommend(argv: Sequence[str]) -> None:
+    arguments = parse_recommend(argv)
+    if not Path(arguments.model).expanduser().exists() and arguments.model.count("/") != 1:
+        raise UsageError(f"--model {arguments.model}: no such folder (nor can it be a Hub id)")
+    with _as_usage_error(INSTALL, ImportError):
+        from transformers import AutoModel
+
+        from bft_hf.rec.recommend import RecommenderMixin
+
+        _without_bars()
+    with _as_usage_error(f"--model {arguments.model}: ", ValueError, OSError):
+        model = AutoModel.from_pretrained(os.path.expanduser(arguments.model))
+    if not isinstance(model, RecommenderMixin):
+        raise UsageError(f"--model {arguments.model} is a {type(model).__name__}: give the folder of a recommender")
+    with _as_usage_error("", ValueError):
+        found = model.recommend(
+            [_as_ids(model, history) for history in arguments.histories],
+            arguments.k,
+            not arguments.include_seen,
+            timestamps=arguments.timestamps,
+            skip_unknown=arguments.skip_unknown,
+        )
+    for history, rows in zip(arguments.histories, found, strict=True):
+        if arguments.json:
+            print(json.dumps({"history": history, "recommendations": [vars(row) for row in rows]}, ensure_ascii=False))
+            continue
+        precision = rows[0].precision if rows else None
+        certainty = "" if precision is None else f" (final precision {precision:.3g})"
+        print(f"After {shlex.join(history)}{certainty}:")
+        for place, row in enumerate(rows, start=1):
+            spread = "" if row.score_std is None else f" ± {row.score_std:.3f}"
+            title = "" if row.title is None else f"  {row.title}"
+            print(f"{place:4}  {row.item}  score {row.score:.3f}{spread}, probability {row.probability:.4f}{title}")
+
+
+def _as_ids(model: Any, history: list[str]) -> list[str | int]:
+    """Words of the command line as the model takes them: by name, or by id where it has no map."""
+    if model.item_map is not None:
+        return list(history)
+    return [int(word) if word.isdecimal() else word for word in history]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
