@@ -79,6 +79,8 @@ def check_resume(checkpoint: str | os.PathLike[str], config: BFTConfig | None) -
     Raises:
         ValueError: one is patched and the other is not, or they are patched differently.
     """
+    if not any(Path(checkpoint, name).is_file() for name in ("config.json", "adapter_config.json")):
+        return  # a sharded checkpoint of FSDP or DeepSpeed has no configuration, and loads strictly
     saved = checkpoint_config(checkpoint)
     if saved is not None and config is None:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from .architectures import find_base_model
 from .attention import widened
 from .cards import TAGS, write_missing_card
-from .hub import marked
+from .hub import ADAPTER_FILE, marked
 from .state import BFTState
 from .stream import pass_length
 
@@ -86,15 +87,18 @@ class InitWeights(Override):
 
 
 class SavePretrained(Override):
-    """Lets config.json tell that the model is patched, and leaves a model card where there is none."""
+    """Lets the folder's configuration tell that the model is patched, and leaves a model card where there is none."""
 
     name = "save_pretrained"
 
     def __call__(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         states = (module for module in self.model.modules() if isinstance(module, BFTState))
-        with marked(self.model.config, next(states).config):
+        config = next(states).config
+        with marked(self.model.config, config):
             self.original(save_directory, is_main_process, **kwargs)
         if is_main_process and os.path.isdir(save_directory):
+            if getattr(self.model, "_hf_peft_config_loaded", False):  # of model.add_adapter: the adapter alone is saved
+                Path(save_directory, ADAPTER_FILE).write_text(config.to_json_string(), encoding="utf-8")
             write_missing_card(self.model, save_directory, kwargs.get("repo_id"))
 
 
@@ -122,6 +126,18 @@ class CandidateGenerator(Override):
         return self.original(**arguments)
 
 
+class InitContinuousBatching(Override):
+    """Refuses here, in the caller's thread: the batching loop would only log what goes wrong in its own."""
+
+    name = "init_continuous_batching"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            "continuous batching (generate_batch, paged attention) has no room for a patched model's wider keys and values: "
+            "use model.generate() with a padded batch, or bft_hf.unpatch(model)"
+        )
+
+
 class StaticCacheShape(Override):
     """Chunked prefill allocates a static cache before it sees a key: with the widened heads of the patched layers."""
 
@@ -142,6 +158,7 @@ class StaticCacheShape(Override):
 
 OVERRIDES = (
     CandidateGenerator,
+    InitContinuousBatching,
     StaticCacheShape,
     ResizeTokenEmbeddings,
     PrepareInputsForGeneration,

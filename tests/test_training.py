@@ -1,6 +1,5 @@
-"""Training a patched model with the trainers people use: what reaches the loss, what resumes, what converges."""
+"""Training a patched model with the trainers people use: what reaches the loss, what converges."""
 
-import json
 import math
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,7 +11,6 @@ import torch
 from conftest import make_tiny_llama
 from datasets import Dataset
 from distributed.ddp import tokenizer
-from peft import LoraConfig, get_peft_model
 from reference import Settings, reference_llama
 from tokenizers import pre_tokenizers
 from torch import Tensor
@@ -23,7 +21,6 @@ from trl import SFTConfig, SFTTrainer
 import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.filter import probe_signs
-from bft_hf.hub import check_resume
 from bft_hf.recipes.trainer import BFTSFTConfig, BFTSFTTrainer
 from bft_hf.sample_size import NUM_PROBES
 
@@ -242,106 +239,6 @@ def test_best_checkpoint_comes_back_with_its_tau_and_q(tmp_path: Path) -> None:
     ids = torch.tensor(ROWS[:2])
     assert torch.equal(model.eval()(ids).logits, loaded.eval()(ids).logits)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluations[0], abs=1e-5)
-
-
-# --- resuming -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reloaded", [False, True], ids=["built anew", "loaded from the checkpoint"])
-def test_resumed_training_is_bit_equal_to_one_piece(reloaded: bool, tmp_path: Path) -> None:
-    """unsloth #3108: training resumed from a checkpoint went elsewhere. With dropout, so the generators count too."""
-
-    def finish(model: Any, resume: str | None) -> tuple[dict[str, Tensor], list[float]]:
-        set_seed(0)
-        trainer = make_trainer(
-            model, tmp_path / "run", max_steps=6, save_strategy="steps", save_steps=3, lr_scheduler_type="cosine"
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return values(model), losses(trainer)
-
-    def fresh() -> Any:
-        return bft_hf.patch(make_tiny_llama(attention_dropout=0.2))
-
-    checkpoint = tmp_path / "run" / "checkpoint-3"
-    whole, history = finish(fresh(), None)
-    assert {"config.json", "model.safetensors", "optimizer.pt"} <= {path.name for path in checkpoint.iterdir()}
-    model = AutoModelForCausalLM.from_pretrained(checkpoint) if reloaded else fresh()
-    resumed, again = finish(model, str(checkpoint))
-    assert again == history
-    assert all(torch.equal(resumed[name], whole[name]) for name in whole)
-    halfway = values(AutoModelForCausalLM.from_pretrained(checkpoint))
-    assert farthest(halfway, whole) > 1e-3
-    assert min((halfway[n] - whole[n]).abs().max() for n in bft_hf.bft_parameters(model)) > 1e-4
-
-
-def patched_checkpoint(folder: Path, **options: Any) -> str:
-    trainer = make_trainer(
-        bft_hf.patch(make_tiny_llama()), folder, max_steps=2, save_strategy="steps", save_steps=2, **options
-    )
-    trainer.train()
-    return str(folder / "checkpoint-2")
-
-
-def test_trainer_does_not_resume_a_patched_checkpoint_unpatched(tmp_path: Path) -> None:
-    """Whatever stops it, it stops before a step is taken."""
-    checkpoint = patched_checkpoint(tmp_path)
-    model = make_tiny_llama()
-    trainer = make_trainer(model, tmp_path, max_steps=4)
-    with pytest.raises((ValueError, RuntimeError)):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    assert len(losses(trainer)) <= 2  # those of the checkpoint
-
-
-@pytest.mark.parametrize("save_only_model", [False, True])
-def test_recipe_refuses_to_resume_a_patched_checkpoint_unpatched(save_only_model: bool, tmp_path: Path) -> None:
-    """Our error, naming patch, before the optimizer's about groups; without an optimizer's state there is none at all."""
-    checkpoint = patched_checkpoint(tmp_path, save_only_model=save_only_model)
-    config = BFTSFTConfig(**{"output_dir": str(tmp_path), **QUIET, "max_steps": 4})
-    trainer = BFTSFTTrainer(make_tiny_llama(), config, train_dataset=rows(), processing_class=tokenizer())
-    with pytest.raises(ValueError, match=r"bft_hf\.patch") as error:
-        trainer.train(resume_from_checkpoint=checkpoint)
-    assert "\n" not in str(error.value)
-
-
-def test_recipe_refuses_to_resume_a_plain_checkpoint_patched(tmp_path: Path) -> None:
-    options = {"output_dir": str(tmp_path), **QUIET, "save_strategy": "steps", "save_steps": 2, "save_only_model": True}
-    plain = BFTSFTTrainer(
-        make_tiny_llama(),
-        BFTSFTConfig(**options, max_steps=2),
-        train_dataset=rows(),
-        processing_class=tokenizer(),
-    )
-    plain.train()
-    model = bft_hf.patch(make_tiny_llama())
-    trainer = BFTSFTTrainer(
-        model, BFTSFTConfig(**options, max_steps=4), train_dataset=rows(), processing_class=tokenizer()
-    )
-    with pytest.raises(ValueError, match="is of a plain model"):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_checkpoints_without_tau_and_q_of_their_own_resume_patched(tmp_path: Path) -> None:
-    """A patch without parameters, and an adapter that leaves tau and Q frozen, are patched all the same."""
-    config = BFTConfig(gain=False, kriging=False)
-    model = bft_hf.patch(make_tiny_llama(), config)
-    assert not bft_hf.bft_parameters(model)
-    model.save_pretrained(tmp_path / "whole")
-    check_resume(tmp_path / "whole", config)
-    with pytest.raises(ValueError, match=r"bft_hf\.patch"):
-        check_resume(tmp_path / "whole", None)
-    adapted = get_peft_model(bft_hf.patch(make_tiny_llama()), LoraConfig(r=2, task_type="CAUSAL_LM"))
-    adapted.save_pretrained(tmp_path / "adapter")
-    check_resume(tmp_path / "adapter", BFTConfig())
-
-
-def test_checkpoint_folder_of_the_trainer_is_complete(tmp_path: Path) -> None:
-    """transformers #46165: a model's own files were missing from checkpoints, though not from the final save."""
-    checkpoint = Path(patched_checkpoint(tmp_path))
-    written = json.loads((checkpoint / "config.json").read_text())
-    assert written["bft_config"] == BFTConfig().to_dict()
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert bft_hf.get_config(model) == BFTConfig()
-    assert len(bft_hf.bft_parameters(model)) == 3 and all(p.item() for p in bft_hf.bft_parameters(model).values())
 
 
 # --- TRL ----------------------------------------------------------------------------------------------------------------
