@@ -233,7 +233,7 @@ class _Corrupt:
                 f"row {row[self.row_id_column]!r} has a label outside the vocabulary of {self.vocab_size} tokens: "
                 "give vocab_size as len(tokenizer)"
             )
-        chosen, replacements = _generators(self.seed, self.kind, row[self.row_id_column])
+        chosen, replacements = row_generators(self.seed, self.kind, row[self.row_id_column])
         # Every place gets its draw and its replacement whatever the rate, so what is corrupted at a low rate is
         # corrupted in the same way at every higher one.
         draws = chosen.random(1 if self.noise.row_wise else true.size)
@@ -244,7 +244,7 @@ class _Corrupt:
         return {"labels": labels.tolist(), "corrupted": corrupted.tolist()}
 
 
-def _generators(seed: int, kind: str, row_id: object) -> tuple[np.random.Generator, np.random.Generator]:
+def row_generators(seed: int, kind: str, row_id: object) -> tuple[np.random.Generator, np.random.Generator]:
     """Two generators for a row, from a hash: Python's own differs between processes."""
     digest = hashlib.blake2b(f"{seed}\0{kind}\0{row_id}".encode(), digest_size=32).digest()
     keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
