@@ -70,7 +70,7 @@ def moments(
         granularity: "token" or "channel".
     """
     count = visible.sum(-1, keepdim=True).clamp_min(1)
-    mean = (visible / count).to(value.dtype).unsqueeze(1) @ value
+    mean = (visible.to(value.dtype) / count).unsqueeze(1) @ value
     square = weights.square()
     square_sum = square.sum(-1)
     weighty = square_sum > 0
