@@ -93,11 +93,14 @@ def excess_of_labels(hidden_states: Tensor, labels: Tensor, head: nn.Linear) -> 
     """
     known = labels.clamp(min=0)
     direction = head.weight[known] - head.weight.mean(0)
-    dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-    excess = torch.linalg.vecdot(hidden_states.to(dtype), direction.to(dtype))
+    excess = torch.linalg.vecdot(_at_least_single(hidden_states), _at_least_single(direction))
     if head.bias is not None:
         excess = excess + head.bias[known] - head.bias.mean()
     return excess.masked_fill(labels == -100, 0.0)
+
+
+def _at_least_single(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def mean_token_loss(loss: TokenLoss) -> Callable[..., Tensor]:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits, targets = outputs.logits[:, -labels.shape[1] : -1], labels[:, 1:]  # virtual tokens have no labels
         kept = targets != -100
-        logits, targets = logits[kept].float(), targets[kept]
+        logits, targets = _at_least_single(logits[kept]), targets[kept]
         log_probs = -cross_entropy(logits, targets, reduction="none")
         extra = {}
         if loss.needs_excess:
