@@ -88,7 +88,7 @@ def _write(index: Any, folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.")
     try:
-        index.save(beside, show_progress=False)
+        index.save(beside)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(beside, folder)
     except OSError:
