@@ -15,8 +15,9 @@ from .state import BFTState
 
 
 class Calibration:
-    """Measures each patched layer's mean gain while a model runs, and scales it at once, so that the next layer is
-    measured on what it will see.
+    """Measures each patched layer's mean gain while a model runs.
+
+    It scales the gain at once, so that the next layer is measured on what it will see.
 
     Attributes:
         tokens: which tokens of the running batch count, (batch, token); None is all.
@@ -51,25 +52,30 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple[f
     Args:
         model: a patched model, before training.
         batches: inputs of its forward, each with `input_ids` and, if rows are padded, `attention_mask`. A thousand tokens
-            are enough; take the task's own prompts, since the gain depends on how attention spreads. Tensors are moved to
-            the model's device. `labels` are ignored.
+            are enough; take the task's own rows, since the gain depends on how attention spreads. Where a batch has `labels`
+            (-100 for a token that is not trained), the mean is over the tokens that predict one. Tensors are moved to the
+            model's device.
 
     Returns:
         The scale of each patched layer, in order.
 
     Raises:
-        ValueError: the model is not patched, is a recommender, is calibrated already, has its gain switched off, or there is no batch.
+        ValueError: the model is not patched, is a recommender, is calibrated already, has its gain switched off, there is no batch, or one without any label.
     """
     config = get_config(model)
     if config is None:
-        raise ValueError(f"{type(model).__name__} is not patched, so there is no gain to calibrate: call bft_hf.patch first")
+        raise ValueError(
+            f"{type(model).__name__} is not patched, so there is no gain to calibrate: call bft_hf.patch first"
+        )
     if config.gain_scale is not None:
         raise ValueError("the model is calibrated already: unpatch it and patch it with gain_scale=None to start again")
     if not config.gain:
         raise ValueError("the gain is switched off (BFTConfig.gain): there is nothing to calibrate")
     base, architecture = find_base_model(model)
     if architecture.built_in:
-        raise ValueError("a recommender is trained from scratch: there is no pretrained function to keep by calibration")
+        raise ValueError(
+            "a recommender is trained from scratch: there is no pretrained function to keep by calibration"
+        )
     states = [module for module in model.modules() if isinstance(module, BFTState)]
     calibration = Calibration(len(states[0].layers))
     device = base.get_input_embeddings().weight.device
@@ -80,9 +86,7 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple[f
     try:
         for batch in batches:
             inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-            inputs.pop("labels", None)
-            mask = inputs.get("attention_mask")
-            calibration.tokens = mask.bool() if mask is not None and mask.ndim == 2 else None
+            calibration.tokens = _counted(inputs.pop("labels", None), inputs.get("attention_mask"))
             base(**inputs, use_cache=False)
             empty = False
     finally:
@@ -90,7 +94,18 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple[f
         for module, mode in training.items():
             module.training = mode
     if empty:
-        raise ValueError("calibrate() got no batch: give it a list of tokenized prompts")
+        raise ValueError("calibrate() got no batch: give it a list of tokenized rows")
     scales = calibration.scales()
     set_config(model, dataclasses.replace(config, gain_scale=scales))
     return scales
+
+
+def _counted(labels: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """Which tokens count, (batch, token): those whose next token is a label, else those that are not padding."""
+    if labels is not None:
+        kept = torch.zeros_like(labels, dtype=torch.bool)
+        kept[:, :-1] = labels[:, 1:] != -100
+        if not bool(kept.any()):
+            raise ValueError("a batch for calibrate() has labels of -100 alone: leave such rows out, or give no labels")
+        return kept
+    return mask.bool() if mask is not None and mask.ndim == 2 else None

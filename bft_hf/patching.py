@@ -205,6 +205,11 @@ def param_groups(
 
 
 def layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
+    """Indices of the layers that a configuration patches.
+
+    Raises:
+        ValueError: the model lacks one of them, or has none at all, or `gain_scale` counts others.
+    """
     count = len(base.layers)
     indices = list(range(count)) if config.layers is None else list(config.layers)
     if not count:

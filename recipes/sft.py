@@ -454,7 +454,9 @@ class Arm:
             bft_hf.patch(bft_hf.unpatch(model), saved)
         elif bft_hf.get_config(model).gain_scale is None:
             few = rows.select(range(min(self.arguments.calibrate, len(rows))))
-            bft_hf.calibrate(model, ({"input_ids": torch.tensor([row["input_ids"]])} for row in few))
+            # On the answers' tokens: they are what is trained, and their gains are not those of the prompt.
+            keys = ("input_ids", "labels")
+            bft_hf.calibrate(model, ({key: torch.tensor([row[key]]) for key in keys} for row in few))
         return bft_hf.get_config(model)
 
     def _tokenize(self, tokenizer: Any) -> tuple["Dataset", dict[str, Any]]:

@@ -52,9 +52,25 @@ def test_padding_does_not_count():
     torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
-def test_batches_are_averaged_and_modes_and_labels_left_alone():
+def test_with_labels_the_tokens_that_predict_one_count():
+    model = bft_hf.patch(make_tiny_llama())
+    labels = IDS.clone()
+    labels[:, :20] = -100
+    bft_hf.calibrate(model, [{"input_ids": IDS, "labels": labels}])
+    kept = torch.zeros_like(IDS, dtype=torch.bool)
+    kept[:, 19:-1] = True
+    torch.testing.assert_close(
+        torch.tensor(scaled_gains(model, {"input_ids": IDS}, kept)), torch.ones(3), rtol=1e-5, atol=0
+    )
+    everywhere = scaled_gains(model, {"input_ids": IDS}, torch.ones_like(kept))
+    assert max(abs(mean - 1) for mean in everywhere) > 0.01
+    with pytest.raises(ValueError, match="labels of -100 alone"):
+        bft_hf.calibrate(bft_hf.patch(make_tiny_llama()), [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}])
+
+
+def test_batches_are_averaged_and_modes_left_alone():
     model = bft_hf.patch(make_tiny_llama()).train()
-    batches = ({"input_ids": ids[None], "labels": ids[None]} for ids in IDS)
+    batches = ({"input_ids": ids[None]} for ids in IDS)
     bft_hf.calibrate(model, batches)
     assert all(module.training for module in model.modules())
     means = scaled_gains(model.eval(), {"input_ids": IDS}, torch.ones_like(IDS, dtype=torch.bool))
