@@ -156,3 +156,49 @@ def test_saved_model_has_a_card_where_there_was_none(tiny_llama: Callable[..., A
     assert (tmp_path / "two" / "README.md").read_text() == "mine"
     bft_hf.unpatch(model).save_pretrained(tmp_path / "three")
     assert not (tmp_path / "three" / "README.md").exists()
+
+
+@pytest.mark.parametrize("name", ["log", "weight", "modules_to_save"])
+def test_adapters_whose_names_are_words_in_our_parameters_come_back(
+    name: str, tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    """peft #2772: a key's word, if it is "weight" or the adapter's name, was replaced wherever it stood in the key."""
+    torch.manual_seed(0)
+    lora = LoraConfig(target_modules="all-linear", modules_to_save=["bft"], init_lora_weights=False)
+    base = bft_hf.patch(tiny_llama(), CONFIG)
+    assert not any("weight" in path for path in bft_hf.bft_parameters(base))
+    model = get_peft_model(base, lora, adapter_name=name).eval()
+    with torch.no_grad():
+        for parameter in bft_hf.bft_parameters(model).values():
+            parameter += 0.3
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*adapter keys.*")
+        again = bft_hf.load_adapter(tiny_llama(), tmp_path / name, adapter_name=name)
+    assert torch.equal(answer(again), answer(model))
+
+
+def test_an_adapter_named_like_our_module_is_refused_by_peft_itself(tiny_llama: Callable[..., Any]) -> None:
+    lora = LoraConfig(target_modules="all-linear", modules_to_save=["bft"])
+    with pytest.raises(ValueError, match="adapter name, 'bft', does not conflict"):
+        get_peft_model(bft_hf.patch(tiny_llama(), CONFIG), lora, adapter_name="bft")
+
+
+def test_an_adapter_of_transformers_own_is_refused_by_a_plain_base(
+    tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    """model.add_adapter, without a PeftModel: the folder says the same, and loads through bft_hf.load_adapter."""
+    lora = LoraConfig(target_modules="all-linear", modules_to_save=["bft"], init_lora_weights=False)
+    torch.manual_seed(0)
+    model = bft_hf.patch(tiny_llama(), CONFIG)
+    try:
+        tiny_llama().add_adapter(lora)
+    except ValueError as error:
+        pytest.skip(f"transformers' add_adapter does not run with this PEFT: {error}")
+    model.add_adapter(lora)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"bft_hf\.load_adapter"):
+        tiny_llama().load_adapter(str(tmp_path))
+    with pytest.raises(ValueError, match=r"use bft_hf\.load_adapter"):
+        bft_hf.patch(tiny_llama(), CONFIG).load_adapter(str(tmp_path))
+    assert torch.equal(answer(bft_hf.load_adapter(tiny_llama(), tmp_path)), answer(model))

@@ -456,6 +456,22 @@ def test_reliability_of_the_first_turn_holds_in_the_second(kind: str, model: Any
     assert torch.equal(model.generate(**turn, generation_config=settings(), **cache_argument(model, cache)), expected)
 
 
+def test_continuous_batching_is_refused_and_its_remedies_work(model: Any) -> None:
+    """Its paged cache has heads of the config's width, and its loop runs in a thread that only logs what goes wrong."""
+    prompts = [[3, 4, 5], [6, 7]]
+    for start in (
+        lambda: model.generate_batch(prompts, generation_config=settings()),
+        lambda: model.init_continuous_batching(generation_config=settings()),
+        lambda: model.continuous_batching_context_manager(generation_config=settings()).__enter__(),
+    ):
+        with pytest.raises(NotImplementedError, match=r"padded batch, or bft_hf\.unpatch") as error:
+            start()
+        assert "\n" not in str(error.value)
+    assert model.generate(**tiny_batch(), generation_config=settings()).shape == (3, 23)
+    bft_hf.unpatch(model)
+    assert model.init_continuous_batching.__func__ is type(model).init_continuous_batching
+
+
 # Inputs
 
 

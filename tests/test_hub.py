@@ -134,6 +134,30 @@ def test_no_key_is_missing_unexpected_or_newly_made(saved: tuple[Any, Path]) -> 
     assert_same_model(loaded, model)
 
 
+def test_loaded_values_are_not_initialised_again(saved: tuple[Any, Path]) -> None:
+    """transformers #46620: what was loaded was overwritten by _init_weights, and the loading report was clean."""
+    model, folder = saved
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    loaded.init_weights()
+    for module in loaded.modules():
+        if hasattr(module, "reset_missing"):
+            loaded._init_weights(module)
+    assert_same_model(loaded, model)
+    assert all((p - 0.0).abs() > 1e-3 for p in bft_hf.bft_parameters(loaded).values())
+
+
+def test_patch_adds_no_buffer_and_the_models_own_survive_loading(
+    saved: tuple[Any, Path], tiny_llama: Callable[..., Any]
+) -> None:
+    """transformers #48892: buffers outside the state dict come out of from_pretrained as uninitialised memory."""
+    plain = dict(tiny_llama().named_buffers())
+    assert plain and not set(plain) & set(saved[0].state_dict())
+    for model in (saved[0], AutoModelForCausalLM.from_pretrained(saved[1])):
+        buffers = dict(model.named_buffers())
+        assert buffers.keys() == plain.keys()
+        assert all(torch.equal(buffers[name], value) for name, value in plain.items())
+
+
 def test_a_lost_tensor_is_reported_missing_and_starts_at_its_start_value(saved: tuple[Any, Path]) -> None:
     from safetensors.torch import save_file
 

@@ -41,6 +41,32 @@ def test_hooks_on_whole_layers_call_the_patched_forward(ids: torch.Tensor) -> No
     assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dispatch", ["hooks", "offload"])
+def test_a_copy_of_a_dispatched_model_runs_itself_and_not_the_original(ids: torch.Tensor, dispatch: str) -> None:
+    """accelerate #1835: the hook's wrapped forward of a deep copy went on calling the original's layers."""
+    model = make_tiny_llama()
+    if dispatch == "hooks":
+        for layer in model.model.layers:
+            accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.AlignDevicesHook(execution_device="cpu"))
+    else:
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    bft_hf.patch(model)
+    expected = model(ids).logits
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids).logits, expected)
+    with torch.no_grad():
+        for parameter in bft_hf.bft_parameters(twin).values():
+            parameter += 1
+    changed = twin(ids).logits
+    assert (changed - expected).abs().max() > 1e-2
+    assert torch.equal(model(ids).logits, expected)
+    ran = []
+    for name, one in (("model", model), ("twin", twin)):
+        one.model.layers[1].mlp.register_forward_hook(lambda *_, name=name: ran.append(name))
+    twin(ids)
+    assert ran == ["twin"]
+
+
 @pytest.mark.parametrize("target", ["cpu", "disk"])
 def test_a_patched_checkpoint_loads_offloaded(ids: torch.Tensor, tmp_path: Path, target: str) -> None:
     model = bft_hf.patch(make_tiny_llama())
