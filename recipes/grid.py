@@ -18,10 +18,10 @@ ARM = "arm"
 SEED = "seed"
 KEEP = ("all", "results")
 # Where a run goes and how it starts: no two runs agree in these, and no result depends on them.
-BOOKKEEPING = ("output_dir", "overwrite", "resume_from_checkpoint")
+BOOKKEEPING = ("output_dir", "overwrite", "resume", "resume_from_checkpoint")
 _KEYS = ("command", "launch", "env", "keep", "unchecked", "base", "axes", "exclude", "stages")
-# A run's name is a folder's, and is read back by its `_axis=`: a label holds neither.
-_LABEL = re.compile(r"[A-Za-z0-9.+-][A-Za-z0-9._+-]*")
+# A run's name is a folder's, and is read back where bft-bench left no record: a label holds neither _ nor =.
+_LABEL = re.compile(r"[A-Za-z0-9.+-]+")
 
 Value = str | int | float | bool
 Flags = dict[str, Any]
@@ -196,7 +196,7 @@ def _axis(path: str, axis: str, value: Any) -> dict[Value, Flags]:
     for label in labels:
         if not _LABEL.fullmatch(_text(label)):
             raise UsageError(
-                f"{path}: axes: {axis}: {label!r} cannot be part of a folder's name: use letters, digits, . + -"
+                f"{path}: axes: {axis}: {label!r} cannot be part of a run's name: use letters, digits, . + -"
             )
     return labels
 
@@ -237,6 +237,29 @@ def _known(path: str, what: str, name: str, known: Sequence[str]) -> None:
 def _text(label: Value) -> str:
     """A label as it stands in a folder's name; 0 and 0.0 are the same rate."""
     return f"{label:g}" if isinstance(label, float) else str(label)
+
+
+def parse_name(name: str) -> dict[str, Value]:
+    """The labels in a run's name, numbers as numbers: "bft_noise=0.3_seed=1" is arm bft, noise .3, seed 1.
+
+    Raises:
+        UsageError: It is no run's name.
+    """
+    arm, _, rest = name.partition("_") if "=" not in name.partition("_")[0] else ("", "", name)
+    pairs = re.findall(r"([a-z][a-z0-9_]*)=([A-Za-z0-9.+-]+)(?:_|$)", rest)
+    if "_".join(f"{axis}={label}" for axis, label in pairs) != rest or not _LABEL.fullmatch(arm or "none"):
+        raise UsageError(f"{name!r} is no run's name: it should read like bft_noise=0.3_seed=1")
+    labels: dict[str, Value] = {ARM: arm} if arm else {}
+    return labels | {axis: _number(label) for axis, label in pairs}
+
+
+def _number(text: str) -> Value:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:

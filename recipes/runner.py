@@ -22,7 +22,7 @@ from .runs import (
     drop_big_files,
     last_lines,
     outlives,
-    resumable,
+    resumption,
     search_path,
     state,
     write_record,
@@ -209,8 +209,8 @@ class Runner:
         return self._locks[run.name]
 
     def _launch(self, run: Run, folder: Path, lock: Any, seen: State) -> None:
-        checkpoint = resumable(folder, seen)
-        words = command(self.grid, run, folder, checkpoint)
+        goes_on = resumption(folder, seen)
+        words = command(self.grid, run, folder, goes_on)
         slot = min(set(range(self.jobs)) - {job.slot for job in self.running})
         environment = self.environment | ({"CUDA_VISIBLE_DEVICES": self.gpus[slot]} if self.gpus else {})
         with open(folder / LOG, "ab") as log:
@@ -229,7 +229,7 @@ class Runner:
             "axes": run.axes,
             "status": "running",
             "attempts": seen.attempts + 1,
-            "resumed": checkpoint is not None,
+            "resumed": bool(goes_on),
             "command": words,
             "host": socket.gethostname(),
             "pid": process.pid,

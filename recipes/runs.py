@@ -19,10 +19,12 @@ from .results import write_json
 
 RESULTS = "results.json"
 QUESTIONS = "predictions.jsonl"
+RANKS = "per_user.csv.gz"
 LOG = "log.txt"
+EPOCH = "training.pt"  # of bft-rec, which keeps the last epoch and no more
 RECORD = "bench.json"
 LOCK = "bench.lock"
-KEPT = (RESULTS, QUESTIONS, LOG, RECORD, LOCK)
+KEPT = (RESULTS, QUESTIONS, RANKS, LOG, RECORD, LOCK)
 RECORD_FORMAT = 1
 LAST_LINES = 8
 
@@ -116,30 +118,31 @@ def last_lines(log: Path) -> list[str]:
     return [line[:300] for line in lines if line.strip()][-LAST_LINES:]
 
 
-def resumable(folder: Path, seen: State) -> Path | None:
-    """The checkpoint that a run goes on from; None to begin afresh.
+def resumption(folder: Path, seen: State) -> list[str]:
+    """The flag by which a recipe goes on with what a killed run left; [] to begin afresh.
 
-    Other flags ask for another run. And where going on from a checkpoint has failed, the checkpoint may be why.
+    Other flags ask for another run. And where going on has failed, what there was to go on from may be why.
     """
     if seen.status == "changed" or (seen.status == "failed" and seen.record.get("resumed")):
-        return None
-    return last_checkpoint(folder)
+        return []
+    if (folder / EPOCH).is_file():
+        return ["--resume", "true"]
+    checkpoint = last_checkpoint(folder)
+    return ["--resume_from_checkpoint", str(checkpoint)] if checkpoint else []
 
 
-def command(grid: Grid, run: Run, folder: Path, checkpoint: Path | None) -> list[str]:
+def command(grid: Grid, run: Run, folder: Path, resumption: list[str]) -> list[str]:
     """The command line that does a run.
 
     Args:
         grid: Names the recipe and what launches it.
         run: Of the grid.
         folder: The run's.
-        checkpoint: To go on from; None for a start afresh.
+        resumption: From the function of that name.
     """
-    words = [*launcher(grid), *to_argv(run.flags), "--output_dir", str(folder)]
-    if checkpoint is not None:
-        return [*words, "--resume_from_checkpoint", str(checkpoint)]
     used = folder.is_dir() and any(folder.iterdir())
-    return [*words, "--overwrite", "true"] if used else words
+    start = resumption or (["--overwrite", "true"] if used else [])
+    return [*launcher(grid), *to_argv(run.flags), "--output_dir", str(folder), *start]
 
 
 def launcher(grid: Grid) -> list[str]:
@@ -175,7 +178,7 @@ def check_command(grid: Grid) -> None:
 
 def shell_line(grid: Grid, run: Run, folder: Path, seen: State) -> str:
     """The command as a shell takes it."""
-    words = command(grid, run, folder, resumable(folder, seen))
+    words = command(grid, run, folder, resumption(folder, seen))
     return shlex.join(["env", *(f"{key}={value}" for key, value in grid.env.items()), *words] if grid.env else words)
 
 

@@ -1,0 +1,109 @@
+"""Figures of a report as SVG, the same bytes from the same numbers."""
+
+import io
+from typing import TYPE_CHECKING, Any
+
+from .comparison import Condition
+
+if TYPE_CHECKING:
+    from .report import Report
+
+# Okabe and Ito's colours, told apart by colour-blind eyes too; the marker says it once more.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+MARKERS = "osD^v<>"
+
+
+def draw(report: "Report") -> dict[str, bytes]:
+    """Every figure of a report, by file name."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}):
+        figures = {}
+        for metric in report.metrics:
+            for axis in report.comparison.numeric_axes():
+                figures[f"{metric}_over_{axis}.svg"] = _over_axis(report, metric, axis)
+        for name in sorted({name for values in report.classes.values() for name, _ in values}):
+            figures[f"{name}_by_token_class.svg"] = _by_class(report, name)
+    return figures
+
+
+def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
+    """A metric over an axis: means on the left, paired differences from the baseline on the right, all with intervals."""
+    others: list[Condition] = list(
+        dict.fromkeys(tuple(p for p in c if p[0] != axis) for c in report.comparison.conditions)
+    )
+    sides: list[tuple[str, list[Any]]] = [(metric, report.means[metric])]
+    if report.differences[metric]:
+        sides.append((f"{metric} less {report.comparison.baseline}", report.differences[metric]))
+    figure, plots = _plots(len(others), len(sides))
+    low, high = (float(end) for end in report.comparison.ends(axis))
+    arms = report.comparison.arms
+    for row, rest in enumerate(others):
+        for column, (title, estimates) in enumerate(sides):
+            plot = plots[row][column]
+            for place, arm in enumerate(arms):
+                points = [
+                    (float(dict(e.condition)[axis]), e.interval)
+                    for e in estimates
+                    if e.arm == arm and e.interval is not None and {*rest} <= {*e.condition}
+                ]
+                if not points:
+                    continue
+                # Side by side, or the intervals would hide each other.
+                shift = (place - (len(arms) - 1) / 2) * (high - low) * 0.012
+                means = [interval.mean for _, interval in points]
+                ends = [[i.mean - i.low for _, i in points], [i.high - i.mean for _, i in points]]
+                plot.errorbar(
+                    [x + shift for x, _ in points],
+                    means,
+                    yerr=ends,
+                    label=arm,
+                    color=COLOURS[place % len(COLOURS)],
+                    marker=MARKERS[place % len(MARKERS)],
+                    markersize=4,
+                    linewidth=1,
+                    capsize=2,
+                )
+            if column:
+                plot.axhline(0, color="0.6", linewidth=0.8, zorder=0)
+            plot.set_xlabel(axis)
+            plot.set_ylabel(title)
+            if rest:
+                plot.set_title(", ".join(f"{name}={label}" for name, label in rest), fontsize=9)
+    plots[0][0].legend(frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def _by_class(report: "Report", name: str) -> bytes:
+    """A number by class of token: a bar an arm, its mean over runs, and a line from the lowest to the highest run."""
+    kinds = list(dict.fromkeys(kind for _, kind in report.classes))
+    arms = list(dict.fromkeys(arm for arm, _ in report.classes))
+    figure, plots = _plots(1, 1)
+    plot = plots[0][0]
+    width = 0.8 / len(arms)
+    for place, arm in enumerate(arms):
+        for column, kind in enumerate(kinds):
+            values = [value for other, value in report.classes.get((arm, kind), []) if other == name]
+            if values:
+                x = column + (place - (len(arms) - 1) / 2) * width
+                colour = COLOURS[place % len(COLOURS)]
+                plot.bar(x, sum(values) / len(values), width, color=colour, label=arm if column == 0 else None)
+                plot.plot([x, x], [min(values), max(values)], color="0.4", linewidth=1)
+    plot.set_xticks(range(len(kinds)), kinds)
+    plot.set_ylabel(name)
+    plot.legend(frameon=False, fontsize=8)
+    return _svg(figure)
+
+
+def _plots(rows: int, columns: int) -> tuple[Any, Any]:
+    """A figure that no backend or window knows of, and its plots."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _svg(figure: Any) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
+    return content.getvalue()
