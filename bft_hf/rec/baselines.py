@@ -1,4 +1,4 @@
-"""Rankings that learn nothing: how popular an item is, and how often it followed the user's last item."""
+"""Rankings that learn nothing: how popular an item is, and how often it followed the items of a history."""
 
 from __future__ import annotations
 
@@ -20,3 +20,6 @@ def popularity_scorer(split: Split, part: str) -> Scorer:
         return frequency.repeat(len(users), 1)
 
     return score
+
+
+BASELINES: dict[str, Callable[[Split, str], Scorer]] = {"popularity": popularity_scorer}

@@ -52,6 +52,7 @@ class TrainingSettings:
         patience: Stop after so many evaluations without a better NDCG@10 on validation; 0 for never.
         evaluate_every: Epochs between evaluations.
         evaluation_batch_size: Users ranked at once.
+        loss_dtype: Of the full loss's logits, "float32" or "bfloat16".
         block_bytes: Memory of the full loss's block of logits.
         seed: Decides the order, the dropout and what is hidden or sampled.
     """
@@ -71,6 +72,7 @@ class TrainingSettings:
     patience: int = 5
     evaluate_every: int = 1
     evaluation_batch_size: int = 256
+    loss_dtype: str = "float32"
     block_bytes: int = BLOCK_BYTES
     seed: int = 42
 
@@ -126,7 +128,8 @@ class Objective(nn.Module):
         if not len(targets):  # a process without a window of the last batch still has to take part
             return hidden.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)
         if negatives is None:
-            return blocked_cross_entropy(states, weight, targets, bias, self.settings.block_bytes)
+            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.loss_dtype]
+            return blocked_cross_entropy(states, weight, targets, bias, self.settings.block_bytes, dtype)
         return sampled_cross_entropy(states, weight, targets, negatives, self.log_q, bias)
 
 
