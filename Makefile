@@ -14,9 +14,11 @@ SOURCES := bft_hf noise recipes tests $(wildcard benchmarks)
 # --constraint in every call: with no constraint pip may take a build of torch of several GB.
 PIP_INSTALL = -m pip install --disable-pip-version-check $(if $(CI),-qq) --constraint $(1) $(PIP_EXTRA)
 PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --durations=10 $(PYTEST_ARGS)
+# What docs/compatibility.md is made of; a run of some tests only leaves the last full one's alone.
+JUNIT = $(if $(PYTEST_ARGS),,--junit-xml=build/junit/$(1).xml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest test-upstream test-upstream-oldest overhead lint format types venv-lint clean
+.PHONY: help demo test test-slow test-oldest compatibility test-upstream test-upstream-oldest overhead lint format types venv-lint clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -26,13 +28,16 @@ demo: $(VENV)/.demo ## patch SmolLM2-135M, fine-tune it on noisy labels, compare
 	$(VENV)/bin/bft-sft --demo $(DEMO_ARGS)
 
 test: $(VENV)/.test ## the quick tests
-	$(call PYTEST,$(VENV)) -m "not slow"
+	$(call PYTEST,$(VENV)) -m "not slow" $(call JUNIT,newest)
 
 test-slow: $(VENV)/.test $(VENV)/.demo ## the tests with the weights of SmolLM2-135M
 	$(call PYTEST,$(VENV)) -m slow
 
 test-oldest: $(VENV_OLDEST)/.test ## the quick tests against the oldest supported versions
-	$(call PYTEST,$(VENV_OLDEST)) -m "not slow"
+	$(call PYTEST,$(VENV_OLDEST)) -m "not slow" $(call JUNIT,oldest)
+
+compatibility: test test-oldest ## both of these, and docs/compatibility.md from what they give
+	$(VENV)/bin/python tests/compatibility.py newest=build/junit/newest.xml oldest=build/junit/oldest.xml
 
 test-upstream: $(VENV)/.test ## transformers' own model tests, on plain and on patched models
 	$(VENV)/bin/python tests/upstream/run.py --workers $(WORKERS)

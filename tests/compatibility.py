@@ -1,10 +1,12 @@
-"""Turns the junit XML of a test run into docs/compatibility.md: what works, what refuses, what was not tested, by test name.
+"""Turns the junit XML of test runs into docs/compatibility.md: what works, what refuses, what was not tested, by test name.
 
-    python -m pytest --junit-xml=build/tests.xml
-    python tests/compatibility.py build/tests.xml > docs/compatibility.md
+    make compatibility
 
-Several files may be given, such as those of the oldest and the newest versions; each gets a column. A test that is about a
-refusal says so in its name (refuse, raise, complain, reject, error).
+runs the tests on both ends of the supported versions and writes the page; CI compares the page with its own runs by
+
+    python tests/compatibility.py --check newest=build/junit/newest.xml oldest=build/junit/oldest.xml
+
+Each file gets a column. A test that is about a refusal says so in its name (refused, complains, is named, error).
 """
 
 from __future__ import annotations
@@ -17,16 +19,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-REFUSAL = re.compile(r"refus|raise|complain|reject|_error|denie|never_passes|cannot|fails?_")
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGE = REPOSITORY / "docs" / "compatibility.md"
+CONSTRAINTS = {"newest": "constraints.txt", "oldest": "constraints-oldest.txt"}
+REFUSAL = re.compile(
+    r"(?<!not_)(?<!the_server_)refuse|refusal_of|complain|_error$|_cannot_|_fail_as_|is_named$|never_silently"
+)
+ROW = re.compile(r"^\| .* \| `(test_\w+\.py::test_\w+)` \|$")
 AREAS = {
-    "Generation and caches": ("generation", "decoding", "reliability", "smollm2"),
-    "Attention backends and packing": ("backends", "packing", "compile"),
-    "Training": ("training", "checkpointing", "sft", "sft_cli", "callbacks"),
+    "Generation and caches": ("generation", "decoding", "reliability"),
+    "Attention backends, packing and compiling": ("backends", "packing", "compile"),
+    "Training": ("training", "resuming", "checkpointing", "sft", "sft_cli", "trainer", "callbacks"),
     "Several processes": ("distributed",),
-    "PEFT": ("peft", "adapters", "adapter_folders"),
+    "PEFT": ("peft", "adapters", "adapter_folders", "guards"),
     "Saving, loading and the Hub": ("hub", "hub_server", "cards", "old_checkpoints", "offload"),
     "Other engines": ("other_engines",),
-    "Patching": ("patching", "tracing", "weights", "precision_dtypes"),
+    "Patching": ("patching", "calibration", "tracing", "weights", "precision_dtypes"),
 }
 
 
@@ -88,15 +96,28 @@ def table(tests: Iterable[tuple[str, Test]], runs: Sequence[str]) -> list[str]:
     return lines
 
 
+def versions(run: str) -> str:
+    """What a run had installed, by its constraints file; empty for a run of another name."""
+    if run not in CONSTRAINTS:
+        return ""
+    lines = (REPOSITORY / CONSTRAINTS[run]).read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))
+    shown = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
+    return f"*{run}*: {', '.join(f'{name} {pins[name]}' for name in shown)}."
+
+
 def report(files: Mapping[str, Path]) -> str:
     """The page."""
     modules, runs = read(files), list(files)
-    everything = [test for tests in modules.values() for test in tests.values()]
+    listed = [name for names in AREAS.values() for name in names]
+    everything = [test for name in listed for test in modules.get(name, {}).values()]
     lines = [
         "# What works with what",
         "",
-        "Written by `tests/compatibility.py` from a run of the tests: edit those, not this page. A row is a test. *works* and "
-        "*refuses* passed, a refusal being an error that says what to do instead; *untested* was skipped, for the reason given.",
+        "Written by `make compatibility` from runs of the tests: edit those, not this page. A row is a test. *works* and *refuses* "
+        "passed, a refusal being an error that says what to do instead; *untested* was skipped, for the reason given.",
+        "",
+        *(line for run in runs if (line := versions(run))),
         "",
         f"| | {' | '.join(runs)} |",
         f"|---|{'---|' * len(runs)}",
@@ -112,17 +133,51 @@ def report(files: Mapping[str, Path]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def verdicts(page: str) -> dict[str, list[str]]:
+    """The verdicts of a page's rows by test: works, refuses, untested or FAILS, one for each run."""
+    rows = (line for line in page.splitlines() if ROW.match(line))
+    return {ROW.match(line)[1]: [cell.split()[0] for cell in line.split(" | ")[1:-1]] for line in rows}  # type: ignore[index]
+
+
+def differences(page: str, fresh: str) -> tuple[list[str], list[str]]:
+    """What a page says otherwise than a fresh one.
+
+    Returns:
+        Tests with another verdict or a failure, and tests that only one of the pages has.
+    """
+    ours, theirs = verdicts(page), verdicts(fresh)
+    other = [
+        f"{test}: {', '.join(theirs[test])} (the page: {', '.join(ours.get(test, ['nothing']))})"
+        for test in theirs
+        if "FAILS" in theirs[test] or (test in ours and ours[test] != theirs[test])
+    ]
+    return other, sorted(ours.keys() ^ theirs.keys())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page; the exit status is 1 when a test in it failed."""
+    """Write the page, or with --check compare it; the exit status is 1 when a test failed or a verdict differs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="[NAME=]FILE", help="junit XML, with a heading for its column")
-    files = {}
-    for given in parser.parse_args(argv).files:
-        name, separator, path = given.rpartition("=")
-        files[name if separator else Path(path).stem] = Path(path)
-    text = report(files)
-    sys.stdout.write(text)
-    return int("FAILS" in text)
+    parser.add_argument("files", nargs="+", metavar="NAME=FILE", help="junit XML, with a heading for its column")
+    parser.add_argument("--check", action="store_true", help="compare with docs/compatibility.md, and write nothing")
+    arguments = parser.parse_args(argv)
+    files = {name: Path(path) for name, _, path in (given.rpartition("=") for given in arguments.files)}
+    fresh = report(files)
+    if not arguments.check:
+        PAGE.write_text(fresh, encoding="utf-8")
+        print(f"Written to {PAGE}")
+        return int("FAILS" in fresh)
+    page = PAGE.read_text(encoding="utf-8")
+    other, unmatched = differences(page, fresh)
+    for line in other:
+        print(line)
+    if unmatched:
+        print(
+            f"{len(unmatched)} tests are new or gone since the page was written: make compatibility",
+            *unmatched,
+            sep="\n  ",
+        )
+    print("docs/compatibility.md", "differs: make compatibility" if other else "says what these runs say")
+    return int(bool(other))
 
 
 if __name__ == "__main__":
