@@ -42,8 +42,8 @@ CHECKPOINT = "training.pt"
 OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
 INSTALL = "packages are missing, pip install 'bft-hf[rec]' brings them: "
 PROTOCOL = (
-    "leave-one-out; the held-out item ranked among all items of the catalogue, the others of the user's history removed; items "
-    "with its very score count half"
+    "leave-one-out; the held-out item ranked among all items of the catalogue, the others of the user's history removed; ties "
+    "broken at random by a fixed seed"
 )
 
 
@@ -372,7 +372,7 @@ def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> 
 
 
 def write_per_user(path: Path, test: "Ranking") -> None:
-    """A row a user: the held-out item, its rank (.5 where ties count half), its frequency in training and quartile of it."""
+    """A row a user: the held-out item, its rank, its frequency in training and quartile of it."""
     split, quartiles, lengths = test.split, test.quartiles, test.history_lengths
     targets = split.targets(test.part)
     # No time in the header: two runs alike leave files alike.
@@ -386,8 +386,9 @@ def write_per_user(path: Path, test: "Ranking") -> None:
         for row, user in enumerate(split.users.tolist()):
             item = int(targets[row])
             names = [split.data.user_names[user], split.data.item_names[item - 1]]
-            rank = f"{test.ranks[row]:.1f}".removesuffix(".0")
-            writer.writerow([*names, rank, split.item_frequency[item], f"Q{quartiles[row]}", lengths[row]])
+            writer.writerow(
+                [*names, int(test.ranks[row]), split.item_frequency[item], f"Q{quartiles[row]}", lengths[row]]
+            )
 
 
 def report(results: dict[str, Any], folder: Path, say: Any) -> None:

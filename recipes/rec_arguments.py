@@ -12,7 +12,7 @@ from typing import Any, NoReturn, get_type_hints
 
 from .arguments import UsageError, read_config
 
-MODELS = ("sasrec", "bert4rec", "hstu", "popularity", "transitions")
+MODELS = ("sasrec", "bert4rec", "hstu", "popularity")
 METHODS = ("plain", "bft")
 FORMATS = ("sequences", "pairs", "json", "inter", "csv")
 LEARNED = MODELS[:3]
@@ -59,7 +59,7 @@ class RecArguments:
         None, "Titles to save with the model: JSON {item: title}, or lines of item, tab or comma, title.", "data"
     )
 
-    model: str = _flag("sasrec", "The recommender; the last two learn nothing.", "model", choices=MODELS)
+    model: str = _flag("sasrec", "The recommender; popularity learns nothing.", "model", choices=MODELS)
     method: str = _flag("plain", "bft: the model as a Bayesian filter.", "model", choices=METHODS)
     hidden_size: int | None = _flag(None, "Width. Default: the model's own, 64 or (HSTU) 50.", "model", minimum=1)
     num_layers: int = _flag(2, "Blocks.", "model", minimum=1)
@@ -85,6 +85,12 @@ class RecArguments:
     )
     negatives: int = _flag(1024, "Items sampled a step.", "training", minimum=1)
     negatives_power: float = _flag(0.5, "Drawn by (1 + frequency) to this power.", "training", minimum=0)
+    loss_dtype: str = _flag(
+        "float32",
+        "Of the full softmax's logits; bfloat16 is several times faster on a CPU or GPU that multiplies it.",
+        "training",
+        choices=("float32", "bfloat16"),
+    )
     epochs: int = _flag(100, "At most.", "training", minimum=1)
     patience: int = _flag(
         5, "Evaluations without a better NDCG@10 on validation; 0: never stop.", "training", minimum=0

@@ -27,6 +27,8 @@ Scorer = Callable[[np.ndarray], Float[Tensor, "user item"]]
 """Scores of all items, column i for the item with id i + 1, for users given as positions in `Split.users`."""
 
 COVERAGE_AT = 10
+TIES_SEED = 0
+"""Of the random numbers that break ties, one a user, the same in every evaluation."""
 QUARTILE_NAMES = ("Q0", "Q1", "Q2", "Q3")
 
 
@@ -37,7 +39,7 @@ class Ranking:
     Attributes:
         split: What was evaluated on.
         part: "validation" or "test".
-        ranks: Rank of the held-out item from 1; a tie counts half, shape (users,).
+        ranks: Rank of the held-out item from 1, ties broken at random by a fixed seed, shape (users,).
         recommended: The ids of the first items, shape (users, 10), or None if they were not asked for.
     """
 
@@ -98,6 +100,7 @@ def rank_users(
     if order is None:
         order = np.argsort(end - full_start, kind="stable")
     ranks = np.full(len(targets), np.nan)
+    luck = np.random.default_rng(TIES_SEED).random(len(targets))
     recommended = np.zeros((len(targets), COVERAGE_AT), dtype=np.int64) if recommend else None
     for begin in range(0, len(order), batch_size):
         users = order[begin : begin + batch_size]
@@ -110,6 +113,7 @@ def rank_users(
                 scores,
                 torch.from_numpy(targets[users] - 1).to(device),
                 (torch.from_numpy(rows).to(device), torch.from_numpy(seen).to(device)),
+                torch.from_numpy(luck[users]).to(device),
             )
             .cpu()
             .numpy()

@@ -18,16 +18,17 @@ def rank_of_targets(
     scores: Float[Tensor, "user item"],
     targets: Int[Tensor, " user"],
     seen: tuple[Int[Tensor, " pair"], Int[Tensor, " pair"]] | None = None,
-) -> Float[Tensor, " user"]:
+    place_in_ties: Float[Tensor, " user"] | None = None,
+) -> Int[Tensor, " user"]:
     """Rank of each user's held-out item among all that the user has not seen, from 1.
-
-    Items with the very score of the target count as half ahead: a model that scores everything alike gets the middle, neither
-    the first nor the last place. Ranks are then multiples of one half.
 
     Args:
         scores: Higher is better. Changed: what was seen becomes -inf.
         targets: Column of the held-out item, which is ranked even where it was seen (some things are bought twice).
         seen: Rows and columns of what is removed.
+        place_in_ties: Where the held-out item stands among those with its very score, from 0, before all of them, to 1, behind
+            them; by default in the middle. Random numbers break ties at random: a model that scores everything alike is
+            then no better and no worse than chance.
 
     Raises:
         ValueError: a score is NaN, which would compare as behind everything.
@@ -39,8 +40,9 @@ def rank_of_targets(
     if torch.isnan(scores.sum()) and torch.isnan(scores).any():
         raise ValueError("scores are NaN: the model has diverged, lower the learning rate")
     ahead = (scores > of_target).sum(dim=1)
-    level = (scores == of_target).sum(dim=1) - 1
-    return 1 + ahead.double() + level.double() / 2
+    level = (scores == of_target).sum(dim=1)
+    place = 0.5 if place_in_ties is None else place_in_ties
+    return 1 + ahead + (place * level).long().clamp(max=level - 1)
 
 
 def hits(ranks: np.ndarray, k: int) -> np.ndarray:

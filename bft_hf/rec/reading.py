@@ -172,7 +172,7 @@ def _read_columns(
     names = [name.strip().lstrip("\ufeff").split(":")[0] if format == "inter" else name.strip() for name in header]
     names = [name.lstrip("\ufeff") for name in names]
     given = [column for column in (user_column, item_column, time_column) if column is not None]
-    numbered = bool(given) and all(column.isdecimal() and column not in names for column in given)
+    numbered = bool(given) and all(column.isdecimal() for column in given)
 
     def position(column: str | None, default: str, flag: str) -> int | None:
         if numbered:
