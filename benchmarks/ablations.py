@@ -31,9 +31,20 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 WIDTH, LAYERS, CONTEXT, BATCH, STEPS = 128, 4, 192, 12, 200
 LEARNING_RATE = 3e-3
 
-# None is the plain model; else BFTConfig's fields, and bft_learning_rate where it is not the default.
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "plain": None,
+# BFTConfig's fields where the model is patched, and what else differs from the rest: `patched` False is the plain model,
+# `output_scale` a factor on the first weights of every output projection (what a gain does that never moves).
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"patched": False},
+    "plain, half W_O": {"patched": False, "output_scale": 0.5},
+    "plain, fifth W_O": {"patched": False, "output_scale": 0.2},
+    "plain, lr 2e-3": {"patched": False, "learning_rate": 2e-3},
+    "plain, lr 5e-3": {"patched": False, "learning_rate": 5e-3},
+    "plain, lr 8e-3": {"patched": False, "learning_rate": 8e-3},
+    "unit, lr 2e-3": {"learning_rate": 2e-3},
+    "unit, lr 5e-3": {"learning_rate": 5e-3},
+    "unit, lr 8e-3": {"learning_rate": 8e-3},
+    "Q 0.1, lr 5e-3": {"initial_process_noise": 0.1, "learning_rate": 5e-3},
+    "Q 0.01": {"initial_process_noise": 0.01},
     "unit": {},
     "Q 100": {"initial_process_noise": 100.0, "initial_precision_value": 0.01},
     "Q 0.1": {"initial_process_noise": 0.1},
@@ -91,11 +102,15 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
             tie_word_embeddings=True,
         )
     )
-    settings = dict(VARIANTS[variant] or {})
-    rate = settings.pop("bft_learning_rate", 2e-2)
-    if VARIANTS[variant] is not None:
+    settings = dict(VARIANTS[variant])
+    rate, bft_rate = settings.pop("learning_rate", LEARNING_RATE), settings.pop("bft_learning_rate", 2e-2)
+    patched, output_scale = settings.pop("patched", True), settings.pop("output_scale", 1.0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(output_scale)
+    if patched:
         bft_hf.patch(model, BFTConfig(**settings))
-    groups = bft_hf.param_groups(model, LEARNING_RATE, bft_learning_rate=rate, weight_decay=0.1)
+    groups = bft_hf.param_groups(model, rate, bft_learning_rate=bft_rate, weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / 30, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
@@ -129,7 +144,7 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
                 .tolist()
             )
         gains = None
-        if VARIANTS[variant] is not None:
+        if patched:
             with bft_hf.record(model) as trace:
                 model(rows[:32, :-1])
             gains = [round(float(gain.mean()), 4) for gain in trace.gain]
