@@ -35,9 +35,10 @@ class BM25Index:
         self.cache_dir = default_cache() if cache_dir is None else Path(cache_dir)
         self.progress = progress
         self._index: Any = None
+        self._places: dict[str, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_index": None}
+        return {**self.__dict__, "_index": None, "_places": {}}
 
     @property
     def folder(self) -> Path:
@@ -69,6 +70,13 @@ class BM25Index:
         if not known:
             return np.zeros(len(self.texts), dtype=np.float32)
         return index.get_scores(known)
+
+    def scores_of(self, question: str, texts: Sequence[str]) -> list[float]:
+        """Score some of the passages for a question, given as they were indexed."""
+        if not self._places:
+            self._places = {text: place for place, text in enumerate(self.texts)}
+        scores = self.scores(question)
+        return [float(scores[self._places[text]]) for text in texts]
 
     def _build(self, folder: Path) -> Any:
         import bm25s

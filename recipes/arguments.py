@@ -21,6 +21,9 @@ BUNDLED_MODELS = ("smollm2-135m",)
 BUNDLED_DATASETS = ("demo",)
 PLAIN_LOSSES = ("nll", "chunked_nll")  # values of loss_type, one loss
 CONFIGS = Path(__file__).parent / "configs"
+DISTRACTOR_SOURCES = ("bm25", "random", "ctxs")
+GOLD_POSITIONS = ("first", "middle", "last", "random")
+RELIABILITIES = ("column", "retriever")
 
 
 class UsageError(ValueError):
@@ -157,6 +160,43 @@ class SFTArguments:
     noise_kind: str = field(
         default="uniform", metadata={"help": "How labels are corrupted: an entry of bft_hf.noise.labels.LABEL_NOISES."}
     )
+    distractors: int | None = field(
+        default=None,
+        metadata={
+            "help": "Passages without the answer beside the one with it, in each training question. Default 0, of "
+            + ", ".join(f"{name} {method.distractors}" for name, method in METHODS.items() if method.needs_distractors)
+            + "."
+        },
+    )
+    eval_distractors: str | None = field(
+        default=None,
+        metadata={"help": "The same in evaluation; 0,4 evaluates with none and with four. Default: as in training."},
+    )
+    distractor_source: str = field(
+        default="bm25",
+        metadata={
+            "help": "Where they come from: bm25 (the data's other articles, by likeness to the question), random (the same, "
+            "at random), ctxs (the retrieved passages in the rows), or a file of passages (by BM25). With ctxs,bm25 the "
+            "second fills up what the first leaves. Default bm25."
+        },
+    )
+    gold_position: str = field(
+        default="random",
+        metadata={
+            "help": "Where the passage with the answer stands among them: first, middle, last, random. Default random."
+        },
+    )
+    reliability: str | None = field(
+        default=None,
+        metadata={
+            "help": "Tell a patched model how far to trust each passage: column (a number in [0, 1] for each row, passage or "
+            "token in the data's column reliability) or retriever (each passage's retrieval score, over the best one's)."
+        },
+    )
+    record_uncertainty: bool = field(
+        default=False,
+        metadata={"help": "Write into predictions.jsonl how sure the model was of each answer; costs one more pass."},
+    )
     bft_learning_rate: float = field(
         default=2e-2,
         metadata={
@@ -198,6 +238,13 @@ class SFTArguments:
             raise UsageError(f"--eval_examples must be 0 (all) or a positive integer, got {self.eval_examples}")
         if self.eval_f1_examples is not None and (not _is_number(self.eval_f1_examples) or self.eval_f1_examples < 0):
             raise UsageError(f"--eval_f1_examples must be 0 (none) or a positive integer, got {self.eval_f1_examples}")
+        if self.distractors is not None and (not _is_number(self.distractors) or self.distractors < 0):
+            raise UsageError(f"--distractors must be 0 or a positive integer, got {self.distractors}")
+        self.eval_distractors = _counts("eval_distractors", self.eval_distractors)
+        for name, choices in (("gold_position", GOLD_POSITIONS), ("reliability", RELIABILITIES)):
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise UsageError(f"unknown --{name} {value!r}: choose from {', '.join(choices)}")
         if not _is_number(self.calibrate) or self.calibrate < 0:
             raise UsageError(f"--calibrate must be a number of rows, or 0 for none, got {self.calibrate}")
         for name in ("bft_learning_rate", "process_noise", "initial_precision"):
@@ -208,6 +255,16 @@ class SFTArguments:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _counts(name: str, value: Any) -> str | None:
+    """A list of counts in one spelling, "0,4", from the command line's text or from YAML's number or list."""
+    if value is None:
+        return None
+    parts = [part.strip() for part in str(value).strip("[] ").split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"--{name} must be counts such as 4 or 0,4, got {value}")
+    return ",".join(dict.fromkeys(str(int(part)) for part in parts))
 
 
 # Flags of TRL's that the first look needs, because a mistake in them should not cost the import of TRL.
@@ -319,6 +376,7 @@ def first_look(argv: Sequence[str]) -> FirstLook:
     names = {spec.name for spec in fields(SFTArguments)}
     values = {**_converted(config, parser, given), **seen}
     arguments = SFTArguments(**{name: values[name] for name in names if name in values})
+    distractor_sources(arguments)
     if arguments.bft_config is not None and not Path(arguments.bft_config).is_file():
         raise UsageError(f"--bft_config {arguments.bft_config}: no such file")
     return FirstLook(
@@ -331,6 +389,40 @@ def first_look(argv: Sequence[str]) -> FirstLook:
         push_to_hub=_boolean(str(values.get("push_to_hub", False))),
         seed=values.get("seed", 42),
     )
+
+
+def distractor_sources(arguments: SFTArguments) -> tuple[list[str], str | None]:
+    """The sources that --distractor_source names, in order, and the file whose passages are their corpus.
+
+    Raises:
+        UsageError: A name that is neither a source nor a file, or a file beside a source with another corpus.
+    """
+    names, file = [], None
+    for part in (part.strip() for part in arguments.distractor_source.split(",")):
+        if part in DISTRACTOR_SOURCES:
+            names.append(part)
+        elif Path(part).expanduser().is_file():
+            if file is not None or "bm25" in arguments.distractor_source.split(","):
+                raise UsageError(f"--distractor_source {arguments.distractor_source}: one corpus for BM25, not two")
+            file = part
+            names.append("bm25")
+        else:
+            known = ", ".join(DISTRACTOR_SOURCES)
+            raise UsageError(f"--distractor_source {part}: choose from {known}, or give a file of passages that exists")
+    return names, file
+
+
+def distractor_counts(arguments: SFTArguments, method: Method) -> tuple[int, list[int]]:
+    """How many distractors a training question gets, and an evaluation question in each evaluation.
+
+    Raises:
+        UsageError: None, for a method that is none without.
+    """
+    training = method.distractors if arguments.distractors is None else arguments.distractors
+    if method.needs_distractors and not training:
+        raise UsageError("--distractors 0 leaves this --method nothing to train with: give 1 or more")
+    evaluation = arguments.eval_distractors
+    return training, [training] if evaluation is None else [int(part) for part in evaluation.split(",")]
 
 
 def _converted(config: dict[str, Any], parser: argparse.ArgumentParser, source: str | None) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Evaluation:
         n_generated: The first so many of them, those that were answered too.
         predictions: The generated answers, in the order of the rows.
         per_question: For each row, in order: id, prediction, answers, exact_match, f1, answer_nll, truncated (whether
-            the passage was cut to fit). Prediction, exact_match and f1 are None where no answer was generated.
+            a passage was cut to fit, or left out). Prediction, exact_match and f1 are None where no answer was generated.
+            Of rows with `passages` also gold_truncated and distractors_given, how many are in the prompt.
     """
 
     exact_match: float | None
@@ -76,6 +77,8 @@ def evaluate_answers(
     max_new_tokens: int = 32,
     max_length: int | None = None,
     generate_first: int | None = None,
+    reliability: bool = False,
+    record_uncertainty: bool = False,
     progress: bool = True,
     desc: str = "Evaluating",
 ) -> Evaluation:
@@ -84,13 +87,15 @@ def evaluate_answers(
     Args:
         model: A causal language model, on whatever device; a PEFT model too. It is put into eval mode meanwhile.
         tokenizer: The model's.
-        rows: What `load_questions` gives: id, context, question, answers.
+        rows: What `load_questions` gives: id, context, question, answers; or what `add_distractors` makes of it.
         batch_size: Questions at once, left-padded, those of like length together.
         max_new_tokens: Where a generated answer is cut.
         max_length: Most tokens of prompt and answer together; longer passages are cut as in training. None: the
             model's own limit.
         generate_first: Answer only the first so many rows: on a CPU generation takes several times as long as the
             likelihood. None: all; 0: none.
+        reliability: Hand the passages' reliability to the model, which is patched then.
+        record_uncertainty: Add to each answer's row how sure the model was of it, as `scores.answer_uncertainty` says.
         progress: Show a progress bar.
         desc: In front of it.
 
@@ -100,35 +105,43 @@ def evaluate_answers(
     import torch
     from tqdm.auto import tqdm
 
-    from bft_hf.recipes.questions import answer_tokens, end_of_turn, prompt_tokens
+    from bft_hf.recipes.questions import answer_tokens, end_of_turn, row_prompt, row_reliability
 
     rows = list(rows)
     if not rows:
         raise ValueError("there is no question to evaluate on")
     max_length = max_length or getattr(model.config, "max_position_embeddings", None)
     answers = [answer_tokens(tokenizer, row["answers"][0]) for row in rows]
-    prompts = [
-        prompt_tokens(
-            tokenizer,
-            row["context"],
-            row["question"],
-            None if max_length is None else max_length - max(max_new_tokens, len(answer)),
-        )
-        for row, answer in zip(rows, answers, strict=True)
-    ]
+    prompts: list[list[int]] = []
+    notes: list[dict[str, Any]] = []
+    trust: list[list[float]] | None = [] if reliability else None
+    for row, answer in zip(rows, answers, strict=True):
+        room = None if max_length is None else max_length - max(max_new_tokens, len(answer))
+        prompt, numbers = row_prompt(tokenizer, row, room)
+        prompts.append(prompt.input_ids)
+        notes.append({"truncated": prompt.cut})
+        if row.get("passages") is not None:
+            gold = sum(bool(passage["gold"]) for passage in row["passages"])
+            notes[-1] |= {"gold_truncated": prompt.gold_cut, "distractors_given": len(prompt.kept) - gold}
+        if trust is not None:
+            trust.append(row_reliability(tokenizer, row, prompt, numbers))
     # Longest first: a batch that does not fit into memory fails at once, not at the end.
-    order = sorted(range(len(rows)), key=lambda place: -len(prompts[place][0]))
+    order = sorted(range(len(rows)), key=lambda place: -len(prompts[place]))
     answered = [place for place in order if generate_first is None or place < generate_first]
     ends = sorted({end_of_turn(tokenizer), *_as_list(tokenizer.eos_token_id)})
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else ends[0]
-    predictions: dict[int, str] = {}
     losses: dict[int, float] = {}
+    generated: dict[int, list[int]] = {}
     bar = partial(tqdm, unit="question", disable=not progress)
+
+    def trusted(batch: Sequence[int]) -> list[list[float]] | None:
+        return None if trust is None else [trust[place] for place in batch]
+
     with torch.inference_mode(), _eval_mode(model):
         with bar(total=len(rows), desc=f"{desc}: likelihood") as done:
             for batch in _batches(order, batch_size):
-                contexts, targets = [prompts[place][0] for place in batch], [answers[place] for place in batch]
-                losses.update(zip(batch, _answer_nll(model, contexts, targets, pad), strict=True))
+                contexts, targets = [prompts[place] for place in batch], [answers[place] for place in batch]
+                losses.update(zip(batch, _answer_nll(model, contexts, targets, pad, trusted(batch)), strict=True))
                 done.update(len(batch))
         if answered:
             with (
@@ -136,9 +149,22 @@ def evaluate_answers(
                 bar(total=len(answered), desc=f"{desc}: answers") as done,
             ):
                 for batch in _batches(answered, batch_size):
-                    texts = _generate(model, tokenizer, [prompts[place][0] for place in batch], config, ends, pad)
-                    predictions.update(zip(batch, texts, strict=True))
+                    made = _generate(model, [prompts[place] for place in batch], config, ends, pad, trusted(batch))
+                    generated.update(zip(batch, made, strict=True))
                     done.update(len(batch))
+    predictions = {place: _text(tokenizer, tokens, ends) for place, tokens in generated.items()}
+    if record_uncertainty and answered:
+        from bft_hf.recipes.scores import answer_uncertainty
+
+        options = {"batch_size": batch_size, "pad_token_id": pad, "progress": progress, "desc": f"{desc}: uncertainty"}
+        if trust is not None:
+            options["token_reliability"] = [trust[place] for place in answered]
+        found = answer_uncertainty(
+            model, [prompts[place] for place in answered], [generated[place] for place in answered], **options
+        )
+        sure = dict(zip(answered, found, strict=True))
+        for place, note in enumerate(notes):
+            note |= sure.get(place, dict.fromkeys(found[0]))
     per_question = [
         {
             "id": row["id"],
@@ -147,7 +173,7 @@ def evaluate_answers(
             "exact_match": exact_match(predictions[place], row["answers"]) if place in predictions else None,
             "f1": f1(predictions[place], row["answers"]) if place in predictions else None,
             "answer_nll": losses[place],
-            "truncated": prompts[place][1],
+            **notes[place],
         }
         for place, row in enumerate(rows)
     ]
@@ -194,25 +220,46 @@ def _left_padded(
     return ids.to(device), mask.to(device)
 
 
+def _trust(trust: Sequence[Sequence[float]] | None, longest: int, device: "torch.device") -> dict[str, "torch.Tensor"]:
+    """`token_reliability`, (batch, longest), of sequences padded on the left; nothing where there is none."""
+    import torch
+
+    if trust is None:
+        return {}
+    rows = [[1.0] * (longest - len(row)) + list(row) for row in trust]
+    return {"token_reliability": torch.tensor(rows, device=device)}
+
+
 def _generate(
     model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
     prompts: Sequence[Sequence[int]],
     config: Any,
     ends: Sequence[int],
     pad: int,
-) -> list[str]:
+    trust: Sequence[Sequence[float]] | None = None,
+) -> list[list[int]]:
+    """The tokens of each answer, the one that ended it included."""
     ids, mask = _left_padded(prompts, pad, model.device)
-    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1] :].tolist()
-    texts = []
-    for tokens in output:
+    extra = _trust(trust, ids.shape[1], model.device)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **extra)
+    answers = []
+    for tokens in output[:, ids.shape[1] :].tolist():
         stop = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-        texts.append(tokenizer.decode(tokens[:stop], skip_special_tokens=True).strip())
-    return texts
+        answers.append(tokens[: stop + 1])
+    return answers
+
+
+def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], ends: Sequence[int]) -> str:
+    ended = bool(tokens) and tokens[-1] in ends
+    return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True).strip()
 
 
 def _answer_nll(
-    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], pad: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    pad: int,
+    trust: Sequence[Sequence[float]] | None = None,
 ) -> list[float]:
     """Mean negative log-likelihood of each answer's tokens, in nats.
 
@@ -226,7 +273,12 @@ def _answer_nll(
     )
     keep = max(len(answer) for answer in answers) + 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=keep)
+    if trust is not None:
+        trust = [[*row, *[1.0] * len(answer)] for row, answer in zip(trust, answers, strict=True)]
+    extra = _trust(trust, ids.shape[1], model.device)
+    output = model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False, logits_to_keep=keep, **extra
+    )
     logits = output.logits[:, -keep:-1]
     losses = []
     for row, answer in enumerate(answers):

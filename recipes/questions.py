@@ -95,8 +95,9 @@ def tokenize_example(
         max_length: Most tokens in all. A longer row loses the ends of its passages, the gold one's last, and never of its
             question or answer.
         reliability: Give `reliability` too, a number a token: the passages' own, 1 elsewhere.
-        spans: Give `passage_span` and `answer_span` too: first token and the one after the last of the gold passage, and of
-            the first place in it where the first answer stands; -1, -1 where there is none.
+        spans: Say where the passages stand, as first token and the one after the last: `passage_spans` of each that is in the
+            prompt, with `passage_gold`, whether it is the gold one; `passage_span` of the gold one, and `answer_span` of the
+            first place in it where the first answer stands; -1, -1 where there is none.
 
     Returns:
         `id`; `input_ids`; `labels`, -100 over the prompt; `truncated`, whether a passage was cut or left out; of a row with
@@ -119,7 +120,7 @@ def tokenize_example(
     if reliability:
         example["reliability"] = row_reliability(tokenizer, row, prompt, numbers) + [1.0] * len(answer)
     if spans:
-        example |= _gold_spans(tokenizer, row, prompt)
+        example |= _spans(tokenizer, row, prompt)
     return example
 
 
@@ -139,19 +140,23 @@ def row_reliability(
         raise DataError(f"row {row['id']!r}: {error}") from None
 
 
-def _gold_spans(tokenizer: "PreTrainedTokenizerBase", row: Mapping[str, Any], prompt: Prompt) -> dict[str, list[int]]:
+def _spans(tokenizer: "PreTrainedTokenizerBase", row: Mapping[str, Any], prompt: Prompt) -> dict[str, Any]:
     passages = row.get("passages")
-    gold = [True] if passages is None else [passage["gold"] for passage in passages]
-    place = gold.index(True) if True in gold else None
-    found = {"passage_span": [-1, -1], "answer_span": [-1, -1]}
-    tokens = passage_spans(tokenizer, prompt)[place] if place is not None else None
-    if place is None or not tokens:
-        return found
-    found["passage_span"] = [tokens[0][0], tokens[-1][0] + 1]
-    start = (prompt.passages[place] or "").find(row["answers"][0])
-    inside = [token for token, a, b in tokens if a < start + len(row["answers"][0]) and b > start]
-    if start >= 0 and inside:
-        found["answer_span"] = [inside[0], inside[-1] + 1]
+    gold = [True] if passages is None else [bool(passage["gold"]) for passage in passages]
+    found: dict[str, Any] = {"passage_spans": [], "passage_gold": [], "passage_span": [-1, -1], "answer_span": [-1, -1]}
+    answer = row["answers"][0]
+    for is_gold, text, tokens in zip(gold, prompt.passages, passage_spans(tokenizer, prompt), strict=True):
+        if not tokens or text is None:
+            continue
+        span = [tokens[0][0], tokens[-1][0] + 1]
+        found["passage_spans"].append(span)
+        found["passage_gold"].append(is_gold)
+        if is_gold:
+            found["passage_span"] = span
+            start = text.find(answer)
+            inside = [place for place, first, last in tokens if first < start + len(answer) and last > start]
+            if start >= 0 and inside:
+                found["answer_span"] = [inside[0], inside[-1] + 1]
     return found
 
 

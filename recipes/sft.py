@@ -20,6 +20,7 @@ go results.json, predictions.jsonl, the model or adapter with tau and Q, the tok
 
 import copy
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -35,8 +36,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import (
-    BUNDLED_DATASETS,
-    DEFAULT_EVAL_EXAMPLES,
     DEFAULT_METHOD,
     DEMO_METHODS,
     METHODS,
@@ -53,6 +52,14 @@ from .arguments import (
     own_flags,
     parse,
     print_help,
+)
+from .data import (
+    Data,
+    as_usage_error,
+    evaluation_questions,
+    load_data,
+    training_questions,
+    uses_reliability,
 )
 from .results import (
     RESULTS_FORMAT,
@@ -72,7 +79,6 @@ if TYPE_CHECKING:
 
 INSTALL = "packages are missing, pip install 'bft-hf[sft]' brings them: "
 GAIN_PROMPTS = 8
-EVALUATION_SEED = 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asked = vars(light_parser().parse_known_args(argv)[0])
         if "help" in asked or "help_all" in asked:
-            with _as_usage_error(INSTALL, ImportError):
+            with as_usage_error(INSTALL, ImportError):
                 print_help(everything="help_all" in asked)
             return 0
         with _quiet():
@@ -114,16 +120,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except UsageError:
-        raise
-    except kinds as error:
-        raise UsageError(f"{prefix}{one_line(error)}") from error
-
-
 def _run(look: FirstLook, command: str) -> None:
     methods = [look.arguments.method or DEFAULT_METHOD]
     if look.arguments.demo and look.arguments.method is None:
@@ -135,13 +131,19 @@ def _run(look: FirstLook, command: str) -> None:
     check_hub(look, check_sources(look))
     with _removed_on_refusal(folder):
         say("Importing the training libraries")
-        with _as_usage_error(INSTALL, ImportError):
+        with as_usage_error(INSTALL, ImportError):
             arms = [
                 (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
                 for method in methods
             ]
         resumed = [_resume_path(training, method) for method, _, training, _ in arms]
-        data = load_data(look, arms[0][1], arms[0][2])
+        _check_reliability(arms)
+        arguments, training = arms[0][1], arms[0][2]
+        say(f"Reading {arguments.dataset}" + (f" and {arguments.eval_dataset}" if arguments.eval_dataset else ""))
+        data = load_data(methods, arguments, training.seed)
+        for side, name in (("train", "dataset"), ("eval", "eval_dataset")):
+            if left_out := data.description.get(f"{side}_without_gold"):
+                say(f"{left_out} questions of --{name} have no gold passage and are left out")
         loaded = load_model(look, arms[0][2], arms[0][3])
         if replace and not any(resumed):
             _clear(folder, [training.output_dir for _, _, training, _ in arms])
@@ -157,6 +159,21 @@ def _run(look: FirstLook, command: str) -> None:
             write_json(Path(folder, "results.json"), {"format": RESULTS_FORMAT, "command": command, "arms": results})
     if is_main_process():
         report(results, look)
+
+
+def _check_reliability(arms: Sequence[tuple[str, SFTArguments, Any, Any]]) -> None:
+    """Say of plain arms that they are told nothing.
+
+    Raises:
+        UsageError: TRL's packing would drop the column.
+    """
+    for method, arguments, training, _ in arms:
+        if arguments.reliability is None:
+            continue
+        if not METHODS[method].patched:
+            say(f"{method} is a plain model and ignores --reliability")
+        elif training.packing or training.padding_free:
+            raise UsageError("--reliability: TRL's packing and padding_free drop it: leave them out")
 
 
 def say(text: str) -> None:
@@ -224,68 +241,6 @@ def _resume_path(training: Any, method: str) -> str | None:
     return path
 
 
-@dataclass(frozen=True)
-class Data:
-    """Questions, not tokenized yet, and what results.json says about them."""
-
-    train: "Dataset"
-    evaluation: "Dataset"
-    description: dict[str, Any]
-
-
-def load_data(look: FirstLook, arguments: SFTArguments, training: Any) -> Data:
-    """Read both sides.
-
-    Raises:
-        UsageError: A file with a malformed row, too few questions, an unknown kind of noise.
-    """
-    import numpy
-
-    from bft_hf.noise.labels import LABEL_NOISES
-
-    from .questions import DataError, load_questions
-
-    if arguments.noise_kind not in LABEL_NOISES:
-        raise UsageError(f"unknown --noise_kind {arguments.noise_kind!r}: choose from {', '.join(LABEL_NOISES)}")
-    own_evaluation = arguments.eval_dataset is not None
-    source, eval_source = arguments.dataset, arguments.eval_dataset or arguments.dataset
-    say(f"Reading {source}" + (f" and {eval_source}" if own_evaluation else ""))
-    with _as_usage_error("", DataError, OSError):
-        train = load_questions(
-            source,
-            split="all" if own_evaluation and _is_file(source) else "train",
-            limit=arguments.train_examples,
-            max_context_chars=arguments.max_context_chars,
-            seed=training.seed,
-        )
-        evaluation = load_questions(
-            eval_source,
-            split="all" if own_evaluation and _is_file(eval_source) else "validation",
-            limit=arguments.eval_examples or None,
-            max_context_chars=arguments.max_context_chars,
-            seed=EVALUATION_SEED,
-        )
-    cut = arguments.eval_examples is None and len(evaluation) > DEFAULT_EVAL_EXAMPLES
-    if cut or (arguments.eval_f1_examples is not None and not arguments.eval_examples):
-        # Not as a limit above: a small file of one's own should not be refused for a default. And the questions to be
-        # answered are the first ones, which in a file's own order are of one article.
-        order = numpy.random.default_rng(EVALUATION_SEED).permutation(len(evaluation))
-        evaluation = evaluation.select(order[: DEFAULT_EVAL_EXAMPLES if cut else None])
-    description = {
-        "train": source,
-        "evaluation": eval_source,
-        "train_on_hub": not _is_file(source) and source not in BUNDLED_DATASETS,
-        "train_examples": len(train),
-        "eval_examples": len(evaluation),
-        "max_context_chars": arguments.max_context_chars,
-    }
-    return Data(train, evaluation, description)
-
-
-def _is_file(source: str) -> bool:
-    return Path(source).expanduser().exists()
-
-
 def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, Any]:
     """The model, on the CPU and not patched unless its checkpoint is, and its tokenizer.
 
@@ -310,7 +265,7 @@ def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, 
     trust = getattr(training, "trust_remote_code", False) or getattr(model_config, "trust_remote_code", False)
     say(f"Loading {look.model}")
     set_seed(training.seed)
-    with _as_usage_error(f"--model_name_or_path {look.model}: ", OSError), _as_usage_error("", ModelNotFound):
+    with as_usage_error(f"--model_name_or_path {look.model}: ", OSError), as_usage_error("", ModelNotFound):
         return load_model_and_tokenizer(
             look.model,
             dtype=dtype if dtype in ("auto", None) else getattr(torch, dtype),
@@ -327,7 +282,7 @@ def bft_config(arguments: SFTArguments) -> "BFTConfig":
     """
     from bft_hf import BFTConfig
 
-    with _as_usage_error("--bft_config: ", ValueError, TypeError, OSError):
+    with as_usage_error("--bft_config: ", ValueError, TypeError, OSError):
         config = BFTConfig()
         if arguments.bft_config is not None:
             config = BFTConfig.from_json_string(Path(arguments.bft_config).read_text(encoding="utf-8"))
@@ -349,6 +304,16 @@ class Arm:
     model_config: Any
     data: Data
     command: str
+    context: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def evaluations(self) -> "dict[int, Dataset]":
+        """The evaluation questions by number of distractors."""
+        found = evaluation_questions(self.data, self.arguments, METHODS[self.method])
+        reports = [report or {"distractors": k} for k, (_, report) in found.items()]
+        if any(report is not None for _, report in found.values()):
+            self.context["evaluation"] = reports
+        return {k: rows for k, (rows, _) in found.items()}
 
     def run(self, model: Any, tokenizer: Any, resume: str | None) -> dict[str, Any]:
         """Do it.
@@ -368,6 +333,9 @@ class Arm:
         set_seed(self.training.seed)
         config = self._patch(model)
         rows, noise = self._tokenize(tokenizer)
+        first = next(iter(self.evaluations))
+        if self.context:
+            self.context |= self._context_settings()
         if config and self.arguments.calibrate:
             config = self._calibrate(model, rows, resume)
         results: dict[str, Any] = {
@@ -378,6 +346,7 @@ class Arm:
             "seed": self.training.seed,
             "noise": noise,
             "data": self.data.description,
+            **({"context": self.context} if self.context else {}),
             "bft_config": config.to_dict() if config else None,
             "command": self.command,
             "flags": own_flags(self.arguments),
@@ -390,13 +359,21 @@ class Arm:
         layers = []
         seconds["preparation"] = time.perf_counter() - start
 
-        def measure(when: str) -> Any:
+        def measure(when: str) -> dict[int, Any]:
             begin = time.perf_counter()
-            with trainer.accelerator.autocast():  # in the precision it trains in, as Trainer evaluates
-                evaluation = self._evaluate(trainer.model, tokenizer, f"Evaluating {self.method} {when} training")
+            found = {}
+            for k, questions in self.evaluations.items():
+                beside = f", {k} distractors" if self.context else ""
+                desc = f"Evaluating {self.method} {when} training{beside}"
+                with trainer.accelerator.autocast():  # in the precision it trains in, as Trainer evaluates
+                    found[k] = self._evaluate(trainer.model, tokenizer, questions, desc)
+            for note, evaluation in zip(self.context.get("evaluation", ()), found.values(), strict=False):
+                note["shortened_rows"] = sum(row["truncated"] for row in evaluation.per_question)
             seconds[f"evaluation_{when}"] = time.perf_counter() - begin
-            results[when] = evaluation.summary()
-            return evaluation
+            results[when] = found[first].summary()
+            if self.context:
+                results[f"{when}_by_distractors"] = {str(k): evaluation.summary() for k, evaluation in found.items()}
+            return found
 
         def note_layers() -> None:
             if config:
@@ -419,13 +396,13 @@ class Arm:
             * self.training.world_size,
             "losses": [[log["step"], log["loss"]] for log in trainer.state.log_history if "loss" in log],
         }
-        evaluation = measure("after")
+        evaluations = measure("after")
         note_layers()
         if config:
             results["layers_before"], results["layers_after"] = layers
         seconds["total"] = time.perf_counter() - start
         results["seconds"] = {name: round(value, 2) for name, value in seconds.items()}
-        self._save(trainer, results, evaluation)
+        self._save(trainer, results, evaluations)
         return results
 
     def _patch(self, model: Any) -> "BFTConfig | None":
@@ -438,7 +415,7 @@ class Arm:
         asked = (self.arguments.bft_config, self.arguments.process_noise, self.arguments.initial_precision)
         if not bft_hf.is_patched(model) or any(value is not None for value in asked):
             config = bft_config(self.arguments)
-            with _as_usage_error(f"{self.look.model}: ", ValueError, TypeError, NotImplementedError):
+            with as_usage_error(f"{self.look.model}: ", ValueError, TypeError, NotImplementedError):
                 bft_hf.patch(model, config)
         return bft_hf.get_config(model)
 
@@ -465,9 +442,18 @@ class Arm:
 
         from .questions import end_of_turn, tokenize_questions
 
+        method = METHODS[self.method]
+        questions, added = training_questions(self.data, self.arguments, method, self.training.seed)
+        told = uses_reliability(self.arguments, method)
         ends = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
-        with _as_usage_error("", ValueError):
-            clean = tokenize_questions(self.data.train, tokenizer, self.training.max_length)
+        with as_usage_error("", ValueError):
+            clean = tokenize_questions(
+                questions,
+                tokenizer,
+                self.training.max_length,
+                reliability=told,
+                spans=self.arguments.noise_kind == "span_shift",
+            )
             rows = corrupt_labels(
                 clean,
                 self.arguments.noise,
@@ -486,23 +472,45 @@ class Arm:
             "eligible_labels": sum(
                 sum(label != -100 and label not in spared for label in row) for row in clean["labels"]
             ),
+            "corrupted_rows": sum(map(any, rows["corrupted"])),
             "shortened_rows": sum(rows["truncated"]),
         }
-        return rows.select_columns(["input_ids", "labels"]), noise
+        if added is not None:
+            added |= {"shortened_rows": noise["shortened_rows"], "shortened_gold": sum(rows["gold_truncated"])}
+            self.context["train"] = added
+            if added["distractors"]:
+                say(
+                    f"{added['added']} distractors for {added['rows']} training questions ({added['short_rows']} have fewer "
+                    f"than {added['distractors']}); {added['refused_answer']} candidates held an answer and were passed over; "
+                    f"passages of {added['shortened_rows']} questions cut to fit, the gold one of {added['shortened_gold']}"
+                )
+        return rows.select_columns(["input_ids", "labels", *(["reliability"] if told else [])]), noise
+
+    def _context_settings(self) -> dict[str, Any]:
+        method = METHODS[self.method]
+        return {
+            "source": self.arguments.distractor_source,
+            "gold_position": self.arguments.gold_position,
+            "gold_probability": method.gold_probability,
+            "reliability": self.arguments.reliability if uses_reliability(self.arguments, method) else None,
+        }
 
     def _prompts(self, tokenizer: Any) -> list[dict[str, Any]]:
         from .questions import tokenize_example
 
-        few = self.data.evaluation.select(range(min(GAIN_PROMPTS, len(self.data.evaluation))))
+        questions = next(iter(self.evaluations.values()))
+        few = questions.select(range(min(GAIN_PROMPTS, len(questions))))
         return [tokenize_example(tokenizer, row, self.training.max_length) for row in few]
 
     def _trainer(self, model: Any, tokenizer: Any, rows: "Dataset", results: dict[str, Any]) -> Any:
         from trl import get_peft_config
 
+        from .collator import ReliabilityCollator
         from .questions import tokenize_questions
         from .trainer import BFTSFTTrainer
 
         method = METHODS[self.method]
+        told = uses_reliability(self.arguments, method)
         peft_config = get_peft_config(self.model_config)
         if peft_config is not None and method.patched:
             # Otherwise LoRA freezes tau and Q and leaves them out of the adapter's file.
@@ -513,9 +521,10 @@ class Arm:
             self.training.dataset_kwargs = {"skip_prepare_dataset": True, **(self.training.dataset_kwargs or {})}
         evaluation = None
         if str(getattr(self.training.eval_strategy, "value", self.training.eval_strategy)) != "no":
-            evaluation = tokenize_questions(self.data.evaluation, tokenizer, self.training.max_length)
-            evaluation = evaluation.select_columns(["input_ids", "labels"])
-        with _as_usage_error("", ValueError, TypeError, ImportError, OSError):
+            evaluation = tokenize_questions(
+                next(iter(self.evaluations.values())), tokenizer, self.training.max_length, reliability=told
+            ).select_columns(["input_ids", "labels", *(["reliability"] if told else [])])
+        with as_usage_error("", ValueError, TypeError, ImportError, OSError):
             return BFTSFTTrainer(
                 model=model,
                 args=self.training,
@@ -523,36 +532,41 @@ class Arm:
                 eval_dataset=evaluation,
                 processing_class=tokenizer,
                 peft_config=peft_config,
+                data_collator=ReliabilityCollator(pad_token_id=tokenizer.pad_token_id) if told else None,
                 bft_learning_rate=self.arguments.bft_learning_rate if method.patched else None,
                 card=lambda where: card_text(results, where),
             )
 
-    def _evaluate(self, model: Any, tokenizer: Any, desc: str) -> Any:
+    def _evaluate(self, model: Any, tokenizer: Any, questions: "Dataset", desc: str) -> Any:
         from .evaluation import evaluate_answers
 
         return evaluate_answers(
             model,
             tokenizer,
-            self.data.evaluation,
+            questions,
             batch_size=self.training.per_device_eval_batch_size,
             max_new_tokens=self.arguments.max_new_tokens,
             max_length=self.training.max_length,
             generate_first=self.arguments.eval_f1_examples,
+            reliability=uses_reliability(self.arguments, METHODS[self.method]),
+            record_uncertainty=self.arguments.record_uncertainty,
             progress=is_main_process(),
             desc=desc,
         )
 
-    def _save(self, trainer: Any, results: dict[str, Any], evaluation: Any) -> None:
+    def _save(self, trainer: Any, results: dict[str, Any], evaluations: dict[int, Any]) -> None:
         folder = Path(self.training.output_dir)
         trainer.save_model(str(folder))
         if not trainer.is_world_process_zero():
             return
         with open(folder / "predictions.jsonl", "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in evaluation.per_question)
+            for k, evaluation in evaluations.items():
+                beside = {"distractors": k} if self.context else {}
+                file.writelines(json.dumps(row | beside, ensure_ascii=False) + "\n" for row in evaluation.per_question)
         trainer.create_model_card()
         write_json(folder / "results.json", results)
         if self.training.push_to_hub:
-            with _as_usage_error(f"the results are in {folder}, but the upload failed: ", OSError, ValueError):
+            with as_usage_error(f"the results are in {folder}, but the upload failed: ", OSError, ValueError):
                 trainer.push_to_hub()
 
 
@@ -562,10 +576,12 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
     for method, result in results.items():
         if "before" in result:
             patched = ", patched" if METHODS[method].patched else ""
-            rows.append({"name": f"untrained{patched}", "metrics": result["before"]})
+            rows += [{"name": f"untrained{patched}{k}", "metrics": metrics} for k, metrics in _by_k(result, "before")]
     for method, result in results.items():
-        row = {"name": method, "metrics": result["after"], "parameters": result["parameters"]}
-        rows.append({**row, "seconds": result["seconds"]["training"]})
+        trained = {"parameters": result["parameters"], "seconds": result["seconds"]["training"]}
+        for k, metrics in _by_k(result, "after"):
+            rows.append({"name": f"{method}{k}", "metrics": metrics, **trained})
+            trained = {}
     any_result = next(iter(results.values()))
     data, noise = any_result["data"], any_result["noise"]
     print_table(
@@ -584,6 +600,12 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
             f"One seed and {data['eval_examples']} questions cannot rank the arms: a difference between "
             f"{' and '.join(results)} here is noise until more seeds say otherwise (--seed)."
         )
+
+
+def _by_k(result: dict[str, Any], when: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each evaluation of a run, with what to add to its name."""
+    several = result.get(f"{when}_by_distractors")
+    return [("", result[when])] if several is None else [(f", {k} distractors", value) for k, value in several.items()]
 
 
 if __name__ == "__main__":

@@ -206,8 +206,10 @@ def test_a_prediction_ends_at_the_end_of_turn():
             tail += tokenizer("more", add_special_tokens=False)["input_ids"]
             return torch.cat([input_ids, torch.tensor([tail])], 1)
 
-    assert evaluation._generate(Scripted(), tokenizer, [[7, 8]], None, [end_of_turn(tokenizer)], 0) == ["sea"]
-    assert evaluation._generate(Scripted(), tokenizer, [[7, 8]], None, [2], 0) == ["seamore"]
+    for ends, text in (([end_of_turn(tokenizer)], "sea"), ([2], "seamore")):
+        (tokens,) = evaluation._generate(Scripted(), [[7, 8]], None, ends, 0)
+        assert evaluation._text(tokenizer, tokens, ends) == text
+        assert tokens == Scripted().generate(torch.tensor([[7]]))[0, 1:].tolist()[: len(tokens)]
 
 
 def test_long_passages_are_cut_to_the_models_limit(tiny_llama):
