@@ -8,8 +8,11 @@ from transformers import PretrainedConfig
 
 from ..config import BFTConfig
 
-ITEM_FREE_IDS = 1
-"""Ids below the first item: 0 is padding."""
+PADDING = 0
+"""The id of padding."""
+
+FIRST_ITEM = 1
+"""The id of the first item."""
 
 
 def filter_defaults(**overrides: Any) -> BFTConfig:
@@ -55,7 +58,7 @@ class RecommenderConfig(PretrainedConfig):
     dropout: float = 0.2
     initializer_range: float = 0.02
     bft: BFTConfig | dict[str, Any] | None = None
-    pad_token_id: int | None = 0
+    pad_token_id: int | None = PADDING
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.bft, dict):
@@ -72,7 +75,7 @@ class RecommenderConfig(PretrainedConfig):
     @property
     def vocab_size(self) -> int:
         """Rows of the item embeddings: padding, the items, and the special tokens."""
-        return self.num_items + ITEM_FREE_IDS
+        return self.num_items + FIRST_ITEM
 
     @property
     def mask_token_id(self) -> int | None:
@@ -125,11 +128,11 @@ class BERT4RecConfig(RecommenderConfig):
 
     @property
     def vocab_size(self) -> int:
-        return self.num_items + ITEM_FREE_IDS + 1
+        return self.num_items + FIRST_ITEM + 1
 
     @property
     def mask_token_id(self) -> int | None:
-        return self.num_items + ITEM_FREE_IDS
+        return self.num_items + FIRST_ITEM
 
 
 class HSTUConfig(RecommenderConfig):

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import ModelOutput
 
-from ..architectures import Architecture
+from ..architectures import ARCHITECTURES
 from ..config import BFTConfig
 from ..patching import layer_indices
 from ..state import BFTState
 from ..stream import check_reliability
-from .configuration import ITEM_FREE_IDS, RecommenderConfig, filter_defaults
+from .configuration import FIRST_ITEM, PADDING, RecommenderConfig, filter_defaults
 from .recommend import RecommenderMixin
 from .step import Pass
 
@@ -58,7 +58,7 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__(config)
-        self.embed_items = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embed_items = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=PADDING)
         self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -80,8 +80,7 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
         """
         config = BFTConfig.from_dict(config) if isinstance(config, dict) else config
         indices = layer_indices(self, config)
-        family = type(self).config_class.model_type
-        architecture = Architecture(family, type(self).__name__, type(self.layers[0]).__name__, "SelfAttention")
+        architecture = ARCHITECTURES[self.config.model_type]
         weight = self.embed_items.weight
         for slot, index in enumerate(indices):
             with torch.device("cpu"):  # not where from_pretrained builds empty models: an MLP's start is drawn
@@ -154,7 +153,7 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
         """Scores of all ids, -inf where an id is no item."""
         scores = nn.functional.linear(hidden_states, self.item_embeddings(), self.item_bias())
         ids = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.masked_fill((ids < ITEM_FREE_IDS) | (ids >= ITEM_FREE_IDS + self.config.num_items), -torch.inf)
+        return scores.masked_fill((ids < FIRST_ITEM) | (ids >= FIRST_ITEM + self.config.num_items), -torch.inf)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_items
@@ -171,7 +170,7 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
         token_reliability: Tensor | None,
     ) -> Pass:
         longest = self.config.max_position_embeddings
-        real = input_ids != self.config.pad_token_id if attention_mask is None else attention_mask.bool()
+        real = input_ids.ne(PADDING) if attention_mask is None else attention_mask.bool()
         if position_ids is None:
             lengths = real.sum(-1, keepdim=True)
             # Batches are padded to any width: what counts is how many items a history has.
