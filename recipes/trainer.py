@@ -17,6 +17,7 @@ import bft_hf
 from bft_hf.callbacks import BFTCallback
 from bft_hf.hub import check_resume
 
+from .collator import ReliabilityCollator
 from .losses import TOKEN_LOSSES, excess_of_labels, mean_token_loss, token_loss
 
 FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
@@ -92,7 +93,8 @@ class BFTSFTTrainer(SFTTrainer):
 
     At a learning rate fit for weights (2e-5) log Q moves by .002 in a hundred steps: without its own group a patched model
     stays at its start. The group follows the same schedule. A model that is not patched is trained as SFTTrainer does. At
-    logging steps `BFTCallback` reports mean gain, precision, effective sample size and Q by layer (`log_filter`).
+    logging steps `BFTCallback` reports mean gain, precision, effective sample size and Q by layer (`log_filter`). A column
+    `reliability` of the training data reaches a patched model's filter (`ReliabilityCollator`).
 
     Args:
         model: An object, patched already: a name would be loaded by TRL with device_map="auto".
@@ -119,6 +121,11 @@ class BFTSFTTrainer(SFTTrainer):
             if not FUSED_HEAD:
                 args.loss_type = "nll"  # the chunked one of TRL 1.7 and later has no logits
                 kwargs["compute_loss_func"] = mean_token_loss(self.token_loss)
+        columns = getattr(kwargs.get("train_dataset"), "column_names", None) or []
+        if kwargs.get("data_collator") is None and "reliability" in columns and bft_hf.is_patched(model):
+            # Otherwise TRL's collator would leave the column out without a word.
+            pad_token_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
+            kwargs["data_collator"] = ReliabilityCollator(pad_token_id=pad_token_id or 0)  # masked, whatever it is
         super().__init__(model, args, **kwargs)
         if FUSED_HEAD and self.token_loss is not None and self.token_loss.needs_excess:
             _check_head(self.model, self.accelerator.distributed_type)
@@ -130,6 +137,12 @@ class BFTSFTTrainer(SFTTrainer):
         """Refuse another patch than the checkpoint's here: the optimizer would only say that its groups differ."""
         check_resume(resume_from_checkpoint, bft_hf.get_config(self.model))
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the column `reliability`, which `ReliabilityCollator` turns into token_reliability."""
+        super()._set_signature_columns_if_needed()
+        if "reliability" not in self._signature_columns:
+            self._signature_columns.append("reliability")
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, with the trainable tau and Q moved into a group of their own.
