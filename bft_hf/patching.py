@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -77,8 +76,6 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         module._keep_in_fp32_modules_strict = {*(module._keep_in_fp32_modules_strict or ()), KEEP_FLOAT32}
         override_methods(module)
         forget_static_cache(module)
-    if importlib.util.find_spec("peft") is not None:
-        from . import adapters  # noqa: F401 - from now on PEFT keeps what a patched base's adapters need
     return model
 
 
