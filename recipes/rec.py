@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _run(parse(argv), shlex.join(["bft-rec", *argv]))
     except UsageError as error:
-        print(f"bft-rec: {one_line(error)}", file=sys.stderr)
+        if int(os.environ.get("RANK", 0)) == 0:  # of several processes one speaks
+            print(f"bft-rec: {one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # whoever reads has seen enough
@@ -99,14 +100,17 @@ def _run(arguments: RecArguments, command: str) -> None:
         print(f"{folder} has the results of a finished run")
         return
     with _as_usage_error(INSTALL, ImportError):
+        import torch
         from accelerate import Accelerator
 
         _without_bars()
     started = time.perf_counter()
     split = load_split(arguments)
     titles = read_item_titles(arguments)
+    # accelerate joins processes on CPUs only where it is told to use them; else each would train alone, into one folder.
+    cpu = arguments.cpu or not torch.accelerator.is_available()
     with _as_usage_error("", ValueError):
-        accelerator = Accelerator(cpu=arguments.cpu, mixed_precision=arguments.mixed_precision)
+        accelerator = Accelerator(cpu=cpu, mixed_precision=arguments.mixed_precision)
     quiet = not accelerator.is_main_process
 
     def say(text: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -103,7 +103,7 @@ def read_titles(path: str | Path) -> dict[str, str]:
         raise ValueError(f"{path}: not readable ({error})") from None
 
 
-def _title_rows(path: Path, lines: Iterable[str]) -> Iterable[Sequence[str]]:
+def _title_rows(path: Path, lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     reader = csv.reader(lines, delimiter="," if path.suffix == ".csv" else "\t")
     for row in reader:
         if not row:
