@@ -46,6 +46,7 @@ from .arguments import (
     check_output_dir,
     check_sources,
     default_output_dir,
+    distractor_counts,
     first_look,
     light_parser,
     one_line,
@@ -306,13 +307,17 @@ class Arm:
     command: str
     context: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def has_context(self) -> bool:
+        """Whether anything stands beside the passages, or is said of them."""
+        training, evaluation = distractor_counts(self.arguments, METHODS[self.method])
+        return bool(training) or evaluation != [0] or uses_reliability(self.arguments, METHODS[self.method])
+
     @functools.cached_property
     def evaluations(self) -> "dict[int, Dataset]":
         """The evaluation questions by number of distractors."""
         found = evaluation_questions(self.data, self.arguments, METHODS[self.method])
-        reports = [report or {"distractors": k} for k, (_, report) in found.items()]
-        if any(report is not None for _, report in found.values()):
-            self.context["evaluation"] = reports
+        self.context["evaluation"] = [report or {"distractors": k} for k, (_, report) in found.items()]
         return {k: rows for k, (rows, _) in found.items()}
 
     def run(self, model: Any, tokenizer: Any, resume: str | None) -> dict[str, Any]:
@@ -334,8 +339,7 @@ class Arm:
         config = self._patch(model)
         rows, noise = self._tokenize(tokenizer)
         first = next(iter(self.evaluations))
-        if self.context:
-            self.context |= self._context_settings()
+        self.context |= self._context_settings()
         if config and self.arguments.calibrate:
             config = self._calibrate(model, rows, resume)
         results: dict[str, Any] = {
@@ -346,7 +350,7 @@ class Arm:
             "seed": self.training.seed,
             "noise": noise,
             "data": self.data.description,
-            **({"context": self.context} if self.context else {}),
+            **({"context": self.context} if self.has_context else {}),
             "bft_config": config.to_dict() if config else None,
             "command": self.command,
             "flags": own_flags(self.arguments),
@@ -363,15 +367,15 @@ class Arm:
             begin = time.perf_counter()
             found = {}
             for k, questions in self.evaluations.items():
-                beside = f", {k} distractors" if self.context else ""
+                beside = f", {k} distractors" if self.has_context else ""
                 desc = f"Evaluating {self.method} {when} training{beside}"
                 with trainer.accelerator.autocast():  # in the precision it trains in, as Trainer evaluates
                     found[k] = self._evaluate(trainer.model, tokenizer, questions, desc)
-            for note, evaluation in zip(self.context.get("evaluation", ()), found.values(), strict=False):
+            for note, evaluation in zip(self.context["evaluation"], found.values(), strict=True):
                 note["shortened_rows"] = sum(row["truncated"] for row in evaluation.per_question)
             seconds[f"evaluation_{when}"] = time.perf_counter() - begin
             results[when] = found[first].summary()
-            if self.context:
+            if self.has_context:
                 results[f"{when}_by_distractors"] = {str(k): evaluation.summary() for k, evaluation in found.items()}
             return found
 
@@ -561,7 +565,7 @@ class Arm:
             return
         with open(folder / "predictions.jsonl", "w", encoding="utf-8") as file:
             for k, evaluation in evaluations.items():
-                beside = {"distractors": k} if self.context else {}
+                beside = {"distractors": k} if self.has_context else {}
                 file.writelines(json.dumps(row | beside, ensure_ascii=False) + "\n" for row in evaluation.per_question)
         trainer.create_model_card()
         write_json(folder / "results.json", results)
@@ -605,7 +609,7 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
 def _by_k(result: dict[str, Any], when: str) -> list[tuple[str, dict[str, Any]]]:
     """Each evaluation of a run, with what to add to its name."""
     several = result.get(f"{when}_by_distractors")
-    return [("", result[when])] if several is None else [(f", {k} distractors", value) for k, value in several.items()]
+    return [("", result[when])] if several is None else [(f", k = {k}", value) for k, value in several.items()]
 
 
 if __name__ == "__main__":

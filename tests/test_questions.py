@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from bft_hf.recipes import models as recipe_models
 from bft_hf.recipes.models import SMOLLM2_CHAT_TEMPLATE, ModelNotFound, load_tokenizer, set_pad_token
+from bft_hf.recipes.question_files import read_passages, read_questions
 from bft_hf.recipes.questions import (
     INSTRUCTION,
     DataError,
@@ -223,6 +224,98 @@ def test_rows_from_the_hub_are_checked_like_any_others(monkeypatch):
     assert asked == [("rajpurkar/squad", "validation")]
     with pytest.raises(DataError, match="rajpurkar/squad: row 2 is malformed: 'answers' is empty"):
         load_questions("rajpurkar/squad", split="train")
+
+
+def retrieved(**columns) -> dict:
+    ctxs = [
+        {"title": "Seas", "text": "The North Sea is shallow.", "score": 2.5, "isgold": False, "rank": 0},
+        {"title": "Rhine", "text": "It ends in the North Sea.", "score": "3", "isgold": True, "rank": 1},
+    ]
+    return {"question": "Where does the Rhine end?", "answers": ["North Sea"], "ctxs": ctxs, **columns}
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_retrieved_lists_give_their_gold_passage_and_rows_without_are_counted(tmp_path):
+    without = retrieved(ctxs=[{**ctx, "isgold": False} for ctx in retrieved()["ctxs"]])
+    file = write_rows(tmp_path / "nq.jsonl", retrieved(), without, retrieved(context="The Rhine.", title="Own"))
+    found = read_questions(file, split="all")
+    assert found.without_gold == 1
+    first, second = found.sample()
+    assert (first["id"], first["title"], first["context"]) == ("nq-1", "Rhine", "Rhine\nIt ends in the North Sea.")
+    assert (second["id"], second["title"], second["context"]) == ("nq-3", "Own", "The Rhine.")
+    assert first["ctxs"][1] == {
+        "title": "Rhine", "text": "It ends in the North Sea.", "isgold": True, "score": 3.0, "rank": 1, "reliability": None,
+    }  # fmt: skip
+    assert "reliability" not in first
+    unmarked = [{"title": "", "text": text} for text in ("The North Sea.", "A river.")]
+    (row,) = load_questions(write_rows(tmp_path / "fid.jsonl", retrieved(ctxs=unmarked[::-1])), split="all")
+    assert row["context"] == "The North Sea." and [ctx["isgold"] for ctx in row["ctxs"]] == [False, True]
+    with pytest.raises(DataError, match=r"no questions in its all split \(1 have no gold passage\)"):
+        load_questions(write_rows(tmp_path / "none.jsonl", without), split="all")
+
+
+def test_real_natural_questions_read_whole(shared_data):
+    train = read_questions(str(shared_data / "nq" / "train_bm25.jsonl.gz"), split="all")
+    evaluation = read_questions(str(shared_data / "nq" / "eval_dense_top5.jsonl.gz"), split="all")
+    assert (len(train.rows), train.without_gold) == (2311, 0)
+    assert (len(evaluation.rows), evaluation.without_gold) == (373, 67)
+    assert all(
+        row["context"] in {f"{c['title']}\n{c['text']}" for c in row["ctxs"] if c["isgold"]} for row in train.rows
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "own", "ctxs"),
+    [
+        ({"reliability": 0.5}, [0.5], [0.5, 0.5]),
+        ({"reliability": [0.25, 0.75]}, [0.75], [0.25, 0.75]),
+        ({"reliability": [0.1, 0.2, 0.3]}, [0.1, 0.2, 0.3], [None, None]),
+        ({"ctxs": [{**ctx, "reliability": 0.5} for ctx in retrieved()["ctxs"][1:]]}, [0.5], [0.5]),
+    ],
+    ids=["row", "passages", "tokens", "in the list"],
+)
+def test_reliability_is_a_rows_a_passages_or_a_tokens(tmp_path, given, own, ctxs):
+    (row,) = load_questions(write_rows(tmp_path / "nq.jsonl", retrieved(**given)), split="all")
+    assert row["reliability"] == own
+    assert [ctx["reliability"] for ctx in row["ctxs"]] == ctxs
+
+
+def test_reliability_of_rows_with_a_context(tmp_path):
+    file = write_rows(
+        tmp_path / "q.jsonl", {**ROW, "reliability": 0.5}, {**ROW, "id": "b", "reliability": [1, 0]}, {**ROW, "id": "c"}
+    )
+    assert load_questions(file, split="all")["reliability"] == [[0.5], [1.0, 0.0], None]
+    assert "reliability" not in load_questions(write_rows(tmp_path / "r.jsonl", ROW), split="all").column_names
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"reliability": 1.5}, r"row 1 \(line 1\) is malformed: 'reliability' must be a number in \[0, 1\]"),
+        ({"reliability": []}, "'reliability' must be a number"),
+        ({"reliability": "high"}, "'reliability' must be a number"),
+        ({"ctxs": {}}, "'ctxs' must be a list of objects with a 'text'"),
+        ({"ctxs": [{"title": "a"}]}, "'ctxs': a passage must be a text"),
+        ({"ctxs": [{"text": "a", "score": "high"}]}, "'score' and 'reliability' must be numbers"),
+        ({"context": ""}, "'context' must be a text that is not empty"),
+    ],
+)
+def test_malformed_passages_are_named(tmp_path, bad, message):
+    with pytest.raises(DataError, match=message):
+        load_questions(write_rows(tmp_path / "nq.jsonl", retrieved(**bad)), split="all")
+
+
+def test_a_corpus_is_read_from_questions_lists_or_passages(tmp_path):
+    rows = [ROW, retrieved(), {"title": "T", "text": "Alone."}, "Bare."]
+    texts = [passage.text for passage in read_passages(write_rows(tmp_path / "c.jsonl", *rows))]
+    listed = [f"{ctx['title']}\n{ctx['text']}" for ctx in retrieved()["ctxs"]]
+    assert texts == [ROW["context"], *listed, "T\nAlone.", "Bare."]
+    with pytest.raises(DataError, match=r"row 2 \(line 2\) is no passage: a passage must be a text"):
+        read_passages(write_rows(tmp_path / "bad.jsonl", "a", {"title": "b"}))
 
 
 def test_real_squad_reads_whole(shared_data):

@@ -164,6 +164,107 @@ def test_answers_to_a_few_questions_and_no_evaluation_before(count: int, run: An
         assert "greedy answers to 2 of them" in (out / "README.md").read_text()
 
 
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What every training step is given."""
+    from bft_hf.recipes.trainer import BFTSFTTrainer
+
+    seen: list[dict[str, Any]] = []
+    original = BFTSFTTrainer.training_step
+
+    def spy(self: Any, model: Any, inputs: Any, *rest: Any) -> Any:
+        seen.append({key: value.clone() for key, value in inputs.items() if isinstance(value, torch.Tensor)})
+        return original(self, model, inputs, *rest)
+
+    monkeypatch.setattr(BFTSFTTrainer, "training_step", spy)
+    return seen
+
+
+def test_trained_with_one_number_of_distractors_and_tested_with_several(
+    run: Any, tiny: str, batches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("bft_hf.noise.bm25.default_cache", lambda: tmp_path / "bm25")
+    flags = ["--distractors", "1", "--distractor_source", "random,bm25", "--gold_position", "last", "--noise", "1"]
+    flags += [
+        "--eval_distractors",
+        "0,2",
+        "--reliability",
+        "retriever",
+        "--noise_kind",
+        "answer_swap",
+        "--method",
+        "bft",
+    ]
+    out = run(*flags, "--eval_strategy", "steps", "--eval_steps", "2", "--record_uncertainty")
+    results = json.loads((out / "results.json").read_text())
+    assert results["after"] == results["after_by_distractors"]["0"] != results["after_by_distractors"]["2"]
+    assert list(results["before_by_distractors"]) == ["0", "2"]
+    context = results["context"]
+    assert (context["gold_position"], context["reliability"], context["gold_probability"]) == ("last", "retriever", 1.0)
+    assert context["train"]["added"] == context["train"]["rows"] == results["data"]["train_examples"]
+    assert [part["distractors"] for part in context["evaluation"]] == [0, 2]
+    assert results["noise"]["corrupted_rows"] == context["train"]["rows"]
+    rows = [json.loads(line) for line in (out / "predictions.jsonl").read_text().splitlines()]
+    assert [row["distractors"] for row in rows] == [row["distractors_given"] for row in rows] == [0] * 3 + [2] * 3
+    assert len({row["id"] for row in rows}) == 3 and all(row["log_probability"] < 0 for row in rows)
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    for batch in batches:
+        for ids, labels, trust in zip(batch["input_ids"], batch["labels"], batch["token_reliability"], strict=True):
+            passages = re.findall(r"Passage: Box (\d+)", tokenizer.decode(ids[labels == -100]))
+            question = re.search(r"Question: Box (\d+)", tokenizer.decode(ids[labels == -100]))
+            assert question is not None and len(passages) == 2 and passages[1] == question[1] != passages[0]
+            assert (trust[labels != -100] == 1).all() and trust.min() >= 0.05
+    assert any(batch["token_reliability"].min() < 1 for batch in batches)
+
+
+def test_raft_trains_with_distractors_and_loses_some_gold_passages(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = run(
+        "--method", "raft", "--distractor_source", "random", "--eval_distractors", "0", "--reliability", "retriever"
+    )
+    context = json.loads((out / "results.json").read_text())["context"]
+    assert context["train"]["distractors"] == 4 and context["gold_probability"] == 0.8
+    assert 0 < context["train"]["without_gold"] < context["train"]["rows"] / 2
+    assert context["reliability"] is None and "without_gold" not in context["evaluation"][0]
+    said = capsys.readouterr().out
+    assert "raft is a plain model and ignores --reliability" in said and "candidates held an answer" in said
+
+
+def test_retrieved_lists_and_a_column_of_reliability(
+    run: Any, tmp_path: Path, batches: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "nq.jsonl"
+    texts = [f"Town {n} has a {thing}." for n, thing in enumerate(("church", "bridge", "wall") * 5)]
+    rows = [
+        {
+            "question": f"What has town {n}?",
+            "answers": [texts[n].split()[-1][:-1]],
+            "ctxs": [{"title": "", "text": text, "isgold": place == n > 0} for place, text in enumerate(texts)],
+            "reliability": 0.5,
+        }
+        for n in range(15)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--dataset", str(file), "--eval_dataset", str(file), "--distractor_source", "ctxs", "--distractors", "2"]
+    out = run("--method", "bft", *flags, "--reliability", "column")
+    results = json.loads((out / "results.json").read_text())
+    assert results["data"]["train_without_gold"] == results["data"]["eval_without_gold"] == 1
+    assert results["data"]["train_examples"] == 14 and results["context"]["train"]["added"] == 28
+    assert "1 questions of --dataset have no gold passage and are left out" in capsys.readouterr().out
+    assert all(set(batch["token_reliability"].unique().tolist()) == {0.5, 1.0} for batch in batches)
+
+
+@pytest.mark.parametrize("value", ["4", "[0, 4, 4]", "0,4"])
+def test_numbers_of_distractors_in_yaml_are_a_number_or_a_list(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(f"eval_distractors: {value}\n")
+    look = first_look(["--config", str(file)])
+    assert (
+        look.arguments.eval_distractors == arguments.parse(look)[0].eval_distractors == ("4" if value == "4" else "0,4")
+    )
+
+
 def test_seed_covers_noise_sample_and_order(run: Any) -> None:
     def losses(name: str, *flags: str) -> Any:
         out = run(
@@ -242,6 +343,23 @@ REFUSED = {
     "noise nan": (["--noise", "nan"], "--noise must be a number in [0, 1], got nan"),
     "noise no number": (["--noise", "much"], "invalid float value: 'much'"),
     "answers below 0": (["--eval_f1_examples", "-1"], "--eval_f1_examples must be 0 (none) or a positive integer"),
+    "distractors": (["--distractors", "-1"], "--distractors must be 0 or a positive integer, got -1"),
+    "evaluation's distractors": (["--eval_distractors", "0,x"], "--eval_distractors must be counts such as 4 or 0,4"),
+    "source": (
+        ["--distractor_source", "web"],
+        "--distractor_source web: choose from bm25, random, ctxs, or give a file",
+    ),
+    "two corpora": (["--distractor_source", "bm25,malformed.jsonl"], "one corpus for BM25, not two"),
+    "no lists": (["--distractors", "1", "--distractor_source", "ctxs"], "have no 'ctxs': use bm25, random or a file"),
+    "no corpus": (["--distractors", "1", "--distractor_source", "list.yaml"], "--distractor_source: list.yaml: line 1"),
+    "gold position": (["--gold_position", "end"], "unknown --gold_position 'end': choose from first, middle, last"),
+    "reliability": (["--reliability", "high"], "unknown --reliability 'high': choose from column, retriever"),
+    "no reliability": (["--reliability", "column"], "has no column 'reliability'"),
+    "packed reliability": (
+        ["--reliability", "retriever", "--packing"],
+        "--reliability: TRL's packing and padding_free",
+    ),
+    "raft without": (["--method", "raft", "--distractors", "0"], "--distractors 0 leaves this --method nothing"),
     "method": (["--method", "dpo"], "unknown --method 'dpo': choose from bft, sft"),
     "noise kind": (["--noise_kind", "typo"], "unknown --noise_kind 'typo': choose from uniform"),
     "flag": (["--nosie", "0.3"], "unknown flag --nosie, did you mean --noise?"),
