@@ -322,12 +322,13 @@ def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) ->
         UsageError: Training cannot go on.
     """
     import bft_hf
+    from bft_hf.rec.mechanism import filter_by_frequency
 
     started = time.perf_counter()
     with _as_usage_error("", ValueError):
         record = trainer.train(resume=arguments.resume)
     evaluated = time.perf_counter()
-    validation, test = (trainer.rank(part, recommend=True) for part in ("validation", "test"))
+    validation, test = (trainer.rank(part, details=True) for part in ("validation", "test"))
     config = bft_hf.get_config(trainer.model)
     results |= {
         "model_config": trainer.model.config.to_dict(),
@@ -344,6 +345,8 @@ def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) ->
             "evaluation": time.perf_counter() - evaluated,
         },
     }
+    if config:
+        results["filter"] = filter_by_frequency(trainer.model, trainer.split)
     results |= outcome(validation, test)
     return test
 
@@ -376,7 +379,7 @@ def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> 
 
 
 def write_per_user(path: Path, test: "Ranking") -> None:
-    """A row a user: the held-out item, its rank, its frequency in training and quartile of it."""
+    """A row a user: the held-out item, its rank, its frequency in training and quartile of it; a filter's precision."""
     split, quartiles, lengths = test.split, test.quartiles, test.history_lengths
     targets = split.targets(test.part)
     # No time in the header: two runs alike leave files alike.
@@ -386,13 +389,19 @@ def write_per_user(path: Path, test: "Ranking") -> None:
         io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
     ):
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(["user", "item", "rank", "frequency", "item_quartile", "history_length"])
+        names = ["user", "item", "rank", "frequency", "item_quartile", "history_length"]
+        writer.writerow(names if test.precision is None else [*names, "precision"])
         for row, user in enumerate(split.users.tolist()):
             item = int(targets[row])
-            names = [split.data.user_names[user], split.data.item_names[item - 1]]
-            writer.writerow(
-                [*names, int(test.ranks[row]), split.item_frequency[item], f"Q{quartiles[row]}", lengths[row]]
-            )
+            values = [
+                split.data.user_names[user],
+                split.data.item_names[item - 1],
+                int(test.ranks[row]),
+                split.item_frequency[item],
+                f"Q{quartiles[row]}",
+                lengths[row],
+            ]
+            writer.writerow(values if test.precision is None else [*values, f"{test.precision[row]:.6g}"])
 
 
 def report(results: dict[str, Any], folder: Path, say: Any) -> None:

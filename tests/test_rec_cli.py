@@ -105,7 +105,8 @@ def test_a_run_leaves_results_ranks_model_and_names(
     # The users' ranks hold the same test.
     with gzip.open(out / "per_user.csv.gz", "rt") as file:
         rows = list(csv.DictReader(file))
-    assert rows[0].keys() == {"user", "item", "rank", "frequency", "item_quartile", "history_length"}
+    columns = ["user", "item", "rank", "frequency", "item_quartile", "history_length"]
+    assert list(rows[0]) == columns + ["precision"] * (method == "bft")
     again = summarize(np.array([int(row["rank"]) for row in rows]))
     assert again == pytest.approx({key: results["test"][key] for key in again})
     assert [row["item"] for row in rows] == [items[-1] for items in histories().values()]
@@ -119,6 +120,13 @@ def test_a_run_leaves_results_ranks_model_and_names(
     found = model.recommend([user[:-1]], k=ITEMS)[0]
     position = [row.item for row in found].index(user[-1]) + 1
     assert position == int(rows[0]["rank"])
+    if method == "bft":
+        assert float(rows[0]["precision"]) == pytest.approx(found[0].precision, rel=1e-4)
+        kept = results["filter"]
+        assert kept["gain"].keys() == kept["log_initial_precision"].keys() == kept["positions"].keys()
+        assert all(0 < gain < 1 for layers in kept["gain"].values() for gain in layers) and len(kept["gain"]) > 1
+    else:
+        assert "filter" not in results
     assert not (out / "training.pt").exists()
     shown = capsys.readouterr().out
     assert "epoch 2: loss" in shown and "test items Q0" in shown and "history 6-10" in shown

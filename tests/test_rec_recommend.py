@@ -5,13 +5,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModel
 
 import bft_hf
 from bft_hf import rec
+from bft_hf.rec.data import Interactions, leave_one_out
 from bft_hf.rec.item_map import ItemMap, read_titles
+from bft_hf.rec.mechanism import filter_by_frequency
+from bft_hf.rec.metrics import frequency_quartiles
 
 NAMES = tuple(f"n{i}" for i in range(1, 21))
 HISTORIES = [["n3"], ["n4", "n4", "n9"], [f"n{i}" for i in range(1, 13)]]
@@ -125,6 +129,27 @@ def test_uncertainty_is_the_last_state_s_precision_carried_to_the_score(kind: st
     bft_hf.patch(model, rec.filter_defaults(observation_units="absolute"))
     row = model.recommend([history], k=1)[0][0]
     assert row.precision is not None and row.score_std is None
+
+
+@pytest.mark.parametrize("kind", ["sasrec", "bert4rec", "hstu"])
+def test_the_filter_is_told_apart_by_frequency(kind: str) -> None:
+    """Items of a quartile get a tau of their own, and it is found again; the gain is a mean over positions."""
+    rng = np.random.default_rng(0)
+    # Items 1 to 20, the higher the more frequent.
+    histories = [rng.choice(20, 7, replace=False, p=np.arange(1, 21) / 210) + 1 for _ in range(60)]
+    users, items = tuple(map(str, range(60))), tuple(map(str, range(1, 21)))
+    split = leave_one_out(Interactions(users, items, np.concatenate(histories), np.arange(0, 421, 7), None, "as drawn"))
+    quartiles = frequency_quartiles(split.item_frequency[1:])
+    model = make(kind, True)
+    table = next(p for name, p in bft_hf.bft_parameters(model).items() if "initial_precision" in name)
+    with torch.no_grad():
+        table[1:21] = torch.from_numpy(quartiles).float() / 4
+    found = filter_by_frequency(model, split, batch_size=16)
+    assert [found["log_initial_precision"][f"Q{i}"] for i in range(4)] == pytest.approx([0, 0.25, 0.5, 0.75], abs=1e-5)
+    assert sum(found["positions"].values()) == 60 * 6 and len(found["process_noise"]) <= 2
+    # A token that starts with a higher precision has a lower gain.
+    assert len(found["gain"]["Q0"]) == 2 and found["gain"]["Q0"][0] > found["gain"]["Q3"][0]
+    assert found["updated_precision"]["Q0"][0] < found["updated_precision"]["Q3"][0]
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["plain", "bft"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ..tracing import record
 from .batches import ranking_inputs, uses_time
 from .data import Split
 from .metrics import (
+    QUARTILE_NAMES,
     coverage,
     frequency_quartiles,
     history_names,
@@ -29,7 +32,6 @@ Scorer = Callable[[np.ndarray], Float[Tensor, "user item"]]
 COVERAGE_AT = 10
 TIES_SEED = 0
 """Of the random numbers that break ties, one a user, the same in every evaluation."""
-QUARTILE_NAMES = ("Q0", "Q1", "Q2", "Q3")
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,15 @@ class Ranking:
         part: "validation" or "test".
         ranks: Rank of the held-out item from 1, ties broken at random by a fixed seed, shape (users,).
         recommended: The ids of the first items, shape (users, 10), or None if they were not asked for.
+        precision: The filter's final precision of the state that was ranked from, mean over channels, shape (users,); None
+            without a filter, or if it was not asked for.
     """
 
     split: Split
     part: str
     ranks: np.ndarray
     recommended: np.ndarray | None = None
+    precision: np.ndarray | None = None
 
     @property
     def history_lengths(self) -> np.ndarray:
@@ -124,8 +129,15 @@ def rank_users(
     return Ranking(split, part, ranks, recommended)
 
 
-def model_scorer(model: Any, split: Split, part: str) -> Scorer:
-    """Scores by a recommender, which is left in evaluation mode."""
+def model_scorer(model: Any, split: Split, part: str, precision: np.ndarray | None = None) -> Scorer:
+    """Scores by a recommender, which is left in evaluation mode.
+
+    Args:
+        model: Plain, or patched.
+        split: Leave-one-out.
+        part: "validation" or "test".
+        precision: Is filled with the final precision of each user's last state; for a patched model only.
+    """
     model.eval()
     device = next(model.parameters()).device
     start, end = split.inputs(part, model.config.max_position_embeddings)
@@ -139,8 +151,12 @@ def model_scorer(model: Any, split: Split, part: str) -> Scorer:
             assert data.timestamps is not None
             times = [data.timestamps[span] for span in spans]
         inputs, last = ranking_inputs(model, [data.items[span] for span in spans], times)
-        hidden = model(**{name: value.to(device) for name, value in inputs.items()}).last_hidden_state
-        return item_scores(model, hidden[torch.arange(len(users), device=device), last.to(device)])
+        at = (torch.arange(len(users), device=device), last.to(device))
+        with nullcontext() if precision is None else record(model) as trace:
+            hidden = model(**{name: value.to(device) for name, value in inputs.items()}).last_hidden_state
+        if precision is not None:
+            precision[users] = trace.final_precision[at].double().reshape(len(users), -1).mean(1).cpu().numpy()
+        return item_scores(model, hidden[at])
 
     return score
 

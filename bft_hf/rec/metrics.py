@@ -10,6 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 CUTOFFS = (5, 10, 20)
+QUARTILE_NAMES = ("Q0", "Q1", "Q2", "Q3")
+"""Of items by their frequency in training, Q0 the rarest."""
+
 HISTORY_LENGTHS = (5, 10, 20, 50)
 """Upper ends of the strata by history length, the last one open: up to 5, 6 to 10, 11 to 20, 21 to 50, more."""
 

@@ -8,7 +8,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..patching import param_groups
+from ..patching import is_patched, param_groups
 from .batches import NO_LABEL, TrainingWindows
 from .data import Split
 from .evaluation import Ranking, model_scorer, rank_users
@@ -92,7 +92,7 @@ class TrainingRecord:
 
     Attributes:
         epochs: One entry an epoch: "epoch" from 1, "loss" (a target's mean), "seconds" and "cpu_seconds" of its training, where
-            it was evaluated "validation" (metrics) and "evaluation_seconds", and with a filter "process_noise" by layer.
+            it was evaluated "validation" (metrics) and "evaluation_seconds".
         best_epoch: Whose weights the model has at the end.
         stopped_early: Whether patience ended it.
     """
@@ -190,28 +190,35 @@ class Trainer:
         self.model.load_state_dict(self._best)
         return self.record
 
-    def rank(self, part: str, recommend: bool = False) -> Ranking:
-        """Evaluate the model as it is, users shared between the processes."""
+    def rank(self, part: str, details: bool = False) -> Ranking:
+        """Evaluate the model as it is, users shared between the processes.
+
+        Args:
+            part: "validation" or "test".
+            details: Also give the recommended items and, with a filter, the precisions.
+        """
         start, end = self.split.inputs(part)
         order = np.argsort(end - start, kind="stable")
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        precision = np.full(len(order), np.nan) if details and is_patched(self.model) else None
         ranking = rank_users(
             self.split,
             part,
-            model_scorer(self.model, self.split, part),
+            model_scorer(self.model, self.split, part, precision),
             batch_size=self.settings.evaluation_batch_size,
-            recommend=recommend,
+            recommend=details,
             order=order[rank::world],
         )
+        ranking = replace(ranking, precision=precision)
         if world == 1:
             return ranking
         from accelerate.utils import gather_object
 
-        pieces = gather_object([(order[rank::world], ranking.ranks, ranking.recommended)])
-        for users, ranks, recommended in pieces:
-            ranking.ranks[users] = ranks[users]
-            if ranking.recommended is not None:
-                ranking.recommended[users] = recommended[users]
+        columns = (ranking.ranks, ranking.recommended, ranking.precision)
+        for users, *pieces in gather_object([(order[rank::world], *columns)]):
+            for column, piece in zip(columns, pieces, strict=True):
+                if column is not None:
+                    column[users] = piece[users]
         return ranking
 
     def _epoch(self, epoch: int) -> None:
