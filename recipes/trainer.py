@@ -15,7 +15,6 @@ from trl import SFTConfig, SFTTrainer
 
 import bft_hf
 from bft_hf.callbacks import BFTCallback
-from bft_hf.hub import check_resume
 
 from .collator import ReliabilityCollator
 from .losses import TOKEN_LOSSES, excess_of_labels, mean_token_loss, token_loss
@@ -132,11 +131,6 @@ class BFTSFTTrainer(SFTTrainer):
         known = any(isinstance(callback, BFTCallback) for callback in self.callback_handler.callbacks)
         if getattr(self.args, "log_filter", True) and not known:  # a plain model is left alone by the callback
             self.add_callback(BFTCallback(self))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Refuse another patch than the checkpoint's here: the optimizer would only say that its groups differ."""
-        check_resume(resume_from_checkpoint, bft_hf.get_config(self.model))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Keep the column `reliability`, which `ReliabilityCollator` turns into token_reliability."""
