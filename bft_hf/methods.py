@@ -94,10 +94,16 @@ class SavePretrained(Override):
     def __call__(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
         states = (module for module in self.model.modules() if isinstance(module, BFTState))
         config = next(states).config
+        adapter_alone = getattr(self.model, "_hf_peft_config_loaded", False)  # of model.add_adapter
+        if not adapter_alone and getattr(self.model.config, "quantization_config", None) is not None:
+            raise NotImplementedError(
+                "the checkpoint of a patched model cannot hold quantised weights: save its adapter (get_peft_model), or call "
+                "bft_hf.unpatch(model) first"
+            )
         with marked(self.model.config, config):
             self.original(save_directory, is_main_process, **kwargs)
         if is_main_process and os.path.isdir(save_directory):
-            if getattr(self.model, "_hf_peft_config_loaded", False):  # of model.add_adapter: the adapter alone is saved
+            if adapter_alone:
                 Path(save_directory, ADAPTER_FILE).write_text(config.to_json_string(), encoding="utf-8")
             write_missing_card(self.model, save_directory, kwargs.get("repo_id"))
 

@@ -219,23 +219,30 @@ def test_tied_embeddings_survive_adapter_and_merge(
     assert torch.equal(run(loaded)[0], run(merged)[0])
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantised_base_is_read_dequantised(bits: int, tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
-    """peft #842: 4-bit weights read raw."""
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+def load_quantised(folder: Path, bits: int) -> Any:
+    """By bitsandbytes; skips where it is not installed."""
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: 4-bit and 8-bit bases are untested here")
     from transformers import BitsAndBytesConfig
 
-    from bft_hf.weights import effective_weight
-
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
-    tiny_llama(**sizes).save_pretrained(tmp_path)
     options: dict[str, Any] = (
         {"load_in_8bit": True} if bits == 8 else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     )
-    quantised = AutoModelForCausalLM.from_pretrained(
-        tmp_path, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32, device_map="cpu"
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=BitsAndBytesConfig(**options), dtype=torch.float32, device_map="cpu"
     )
-    dense_model = tiny_llama(**sizes)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_base_is_read_dequantised(bits: int, tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    """peft #842: 4-bit weights read raw."""
+    from bft_hf.weights import effective_weight
+
+    tiny_llama(**SIZES).save_pretrained(tmp_path)
+    quantised = load_quantised(tmp_path, bits)
+    dense_model = tiny_llama(**SIZES)
     assert type(quantised.model.layers[0].mlp.gate_proj) is not torch.nn.Linear
     with torch.no_grad():
         for mine, other in zip(quantised.model.layers, dense_model.model.layers, strict=True):
@@ -256,3 +263,25 @@ def test_quantised_base_is_read_dequantised(bits: int, tiny_llama: Callable[...,
     assert torch.allclose(run(adapted.eval())[1], jacobian, atol=1e-4)
     adapted.train()(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in bft_hf.bft_parameters(adapted).values())
+
+
+def test_quantised_model_saved_whole_is_refused_and_its_adapter_comes_back(
+    tiny_llama: Callable[..., Any], tmp_path: Path
+) -> None:
+    tiny_llama(**SIZES).save_pretrained(tmp_path / "base")
+    model = bft_hf.patch(load_quantised(tmp_path / "base", 8), CONFIG)
+    with pytest.raises(NotImplementedError, match="save its adapter"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    adapted = adapt(model)
+    adapted.save_pretrained(tmp_path / "adapter")
+    again = bft_hf.load_adapter(load_quantised(tmp_path / "base", 8), tmp_path / "adapter")
+    assert_close(run(again), run(adapted))
+    assert (run(adapted)[0] - run(adapted.unload())[0]).abs().max() > 1e-3
+
+
+def test_quantising_a_patched_checkpoint_as_it_loads_is_refused(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    """Load the plain base quantised and patch that, or the patched checkpoint as it is: docs/serving.md."""
+    bft_hf.patch(tiny_llama(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="BFTCheckpointConfig"):
+        load_quantised(tmp_path, 8)
