@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from tiny_recommenders import KINDS, NUM_ITEMS, all_kinds, batch, make
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, Trainer, TrainingArguments
+from transformers.utils import PushToHubMixin
 
 import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.callbacks import BFTCallback
+from bft_hf.cards import GENERATED
 from bft_hf.rec import HSTUConfig, SASRecConfig, SASRecForNextItem, filter_defaults
 from bft_hf.rec.step import inverse_std
 
@@ -289,6 +292,31 @@ def test_save_and_load(kind: str, start: str, tmp_path: Path) -> None:
         assert_close(hidden(grown, **inputs), hidden(fresh, **inputs), rtol=0, atol=0)
 
 
+@all_kinds
+def test_model_card(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for bft in (None, filter_defaults()):
+        folder = tmp_path / str(bft is None)
+        make(kind, bft, torch.float32).save_pretrained(folder)
+        card = ModelCard.load(folder / "README.md")
+        assert kind in card.data.tags and ("bft" in card.data.tags) == (bft is not None)
+        assert f"from_pretrained({str(folder)!r})" in card.text
+        assert (filter_defaults().to_json_string().strip() in card.text) == (bft is not None)
+        (folder / "README.md").write_text("mine")
+        make(kind, bft, torch.float32).save_pretrained(folder)
+        assert (folder / "README.md").read_text() == "mine"
+
+    pushed = {}
+
+    def upload(self: Any, working_dir: str, repo_id: str, *args: Any, **kwargs: Any) -> None:
+        pushed[repo_id] = Path(working_dir, "README.md").read_text()
+
+    monkeypatch.setattr(PushToHubMixin, "_upload_modified_files", upload)
+    (folder / "README.md").write_text(f"---\ntags: [asked-for]\n---\n{GENERATED}\n")
+    make(kind)._upload_modified_files(folder, "someone/model")
+    assert "from_pretrained('someone/model')" in pushed["someone/model"]
+    assert "asked-for" in pushed["someone/model"]
+
+
 def test_loads_in_a_fresh_process(tmp_path: Path) -> None:
     model = make("hstu", filter_defaults(), torch.float32)
     model.save_pretrained(tmp_path)
@@ -372,6 +400,8 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="time_buckets=128"):
         make("hstu")(long[:, :3], timestamps=long[:, :3])
     assert HSTUConfig().time_buckets == 0
+    with pytest.raises(ValueError, match="num_items"):
+        model.resize_token_embeddings(20)
 
 
 def test_inverse_std_is_that_of_the_norm() -> None:

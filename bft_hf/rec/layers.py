@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         )
         scale = query.shape[-1] ** -0.5
         if step is None:
-            weights = masked_softmax(query @ key.transpose(-1, -2) * scale, run.visible)
+            weights = masked_softmax(query @ key.transpose(-1, -2) * scale, run)
             attended = self.dropout(weights) @ value
         else:
             with full_precision(hidden_states):
@@ -44,7 +44,7 @@ class SelfAttention(nn.Module):
                 if step.key_precision is not None:
                     bias = step.key_precision.clamp_min(torch.finfo(step.dtype).tiny).log()
                     scores = scores + bias[:, None, None, :]
-                weights = masked_softmax(scores, run.visible)
+                weights = masked_softmax(scores, run)
                 attended = step.observe(weights, wide_value, self.o_proj)
                 if self.training and self.dropout.p:
                     # Dropout acts on what enters the residual, never on the statistics: it could make RSS negative.
@@ -53,12 +53,11 @@ class SelfAttention(nn.Module):
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
-def masked_softmax(
-    scores: Float[Tensor, "batch head token key"], visible: Bool[Tensor, "batch token key"]
-) -> Float[Tensor, "batch head token key"]:
+def masked_softmax(scores: Float[Tensor, "batch head token key"], run: Pass) -> Float[Tensor, "batch head token key"]:
     """Softmax over the visible keys; a query that sees none has weights of 0."""
-    hidden = ~visible.unsqueeze(1)
-    return scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(hidden, 0)
+    hidden = ~run.visible.unsqueeze(1)
+    weights = scores.masked_fill(hidden, torch.finfo(scores.dtype).min).softmax(-1)
+    return weights if run.seeing is None else weights.masked_fill(hidden, 0)
 
 
 class FeedForward(nn.Module):

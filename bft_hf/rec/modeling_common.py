@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from ..config import BFTConfig
 from ..patching import layer_indices
 from ..state import BFTState
 from ..stream import check_reliability
+from .cards import write_missing_card
 from .configuration import FIRST_ITEM, PADDING, RecommenderConfig, filter_defaults
 from .recommend import RecommenderMixin
 from .step import Pass
@@ -155,6 +157,23 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
         ids = torch.arange(scores.shape[-1], device=scores.device)
         return scores.masked_fill((ids < FIRST_ITEM) | (ids >= FIRST_ITEM + self.config.num_items), -torch.inf)
 
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Save the model, its map of items and, where there is none, a model card."""
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process and os.path.isdir(save_directory):
+            write_missing_card(self, save_directory, kwargs.get("repo_id"))
+
+    def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        # The last that push_to_hub calls: it has just put its generated card over ours.
+        write_missing_card(self, working_dir, repo_id)
+        return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Refused with a ValueError: items are numbered by `config.num_items`, and special ids follow them."""
+        raise ValueError(
+            "a recommender's catalogue is fixed: build a model with a larger config.num_items and train it"
+        )
+
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_items
 
@@ -189,7 +208,10 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
             check_reliability(token_reliability, *input_ids.shape)
             real = real & (token_reliability > 0)
         traces = tuple(getattr(self, "_bft_traces", ()))
-        return Pass(input_ids, position_ids, self._visible(real), timestamps, token_reliability, traces)
+        visible = self._visible(real)
+        seeing = visible.any(-1)
+        all_see = None if bool(seeing.all()) else seeing
+        return Pass(input_ids, position_ids, visible, all_see, timestamps, token_reliability, traces)
 
     def _visible(self, real: Bool[Tensor, "batch token"]) -> Bool[Tensor, "batch token key"]:
         tokens = real.shape[-1]

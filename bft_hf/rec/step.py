@@ -23,6 +23,7 @@ class Pass(NamedTuple):
         input_ids: item ids, (batch, token).
         position_ids: an item's place in its history, (batch, token).
         visible: which key a query sees, (batch, token, key).
+        seeing: which queries see a key at all, (batch, token); None when all do, as in a causal batch padded on the right.
         timestamps: seconds, (batch, token), or None.
         token_reliability: rho in [0, 1], (batch, token); None is 1 everywhere. Keys of reliability 0 are not visible.
         traces: the recorders that are running.
@@ -31,6 +32,7 @@ class Pass(NamedTuple):
     input_ids: Int[Tensor, "batch token"]
     position_ids: Int[Tensor, "batch token"]
     visible: Bool[Tensor, "batch token key"]
+    seeing: Bool[Tensor, "batch token"] | None = None
     timestamps: Int[Tensor, "batch token"] | None = None
     token_reliability: Float[Tensor, "batch token"] | None = None
     traces: tuple[Trace, ...] = ()
@@ -101,13 +103,13 @@ class FilterStep:
         sums = (weights @ torch.cat(columns, dim=-1)).transpose(1, 2)
         estimate, second_moment, *others = sums.split([column.shape[-1] for column in columns], dim=-1)
 
-        count = self.run.visible.sum(-1)
-        visible = count > 0
+        seeing = self.run.seeing
         if probes is None:
             square_sum = torch.linalg.vecdot(weights, weights).transpose(1, 2)
-            sample_size = 1 / torch.where(visible.unsqueeze(-1), square_sum, 1)
+            sample_size = 1 / (square_sum if seeing is None else torch.where(seeing.unsqueeze(-1), square_sum, 1))
         else:
-            sample_size = filter.probe_effective_sample_size(others[0], count.clamp_min(1).unsqueeze(-1))
+            count = self.run.visible.sum(-1).clamp_min(1)
+            sample_size = filter.probe_effective_sample_size(others[0], count.unsqueeze(-1))
         self.observation = filter.observe(
             estimate,
             second_moment.squeeze(-1) if config.granularity == "token" else second_moment,
@@ -115,7 +117,7 @@ class FilterStep:
             config,
             output_weight=effective_weight(projection).detach(),
             neighbour_variance=None if key_variance is None else others[-1].squeeze(-1),
-            visible=visible,
+            visible=seeing,
         )
         return estimate.transpose(1, 2)
 
