@@ -241,7 +241,7 @@ def test_batches_are_of_like_length_in_random_order() -> None:
     shuffled = sum(32 * int(windows.lengths[order[i : i + 32]].max()) for i in range(0, len(order), 32))
     assert padded < 1.25 * windows.lengths.sum() and shuffled > 2 * padded
     sizes = [windows.lengths[b].mean() for b in batches]
-    assert sizes != sorted(sizes) and sizes != sorted(sizes, reverse=True)
+    assert 0.3 < (np.diff(sizes) > 0).mean() < 0.7
     again = windows.epoch(32, np.random.default_rng(1))
     assert all((a == b).all() for a, b in zip(batches, again, strict=True))
 
