@@ -87,8 +87,14 @@ class Comparison:
         return tuple((axis, record.axes[axis]) for axis in self.axes)
 
     def metrics(self) -> list[str]:
-        """The numbers that every run has."""
+        """The numbers that the questions of every run have."""
         return [name for name in self.records[0].numbers if all(name in record.numbers for record in self.records)]
+
+    def reported(self) -> list[str]:
+        """Those of `metrics` whose mean the runs' own results report, or else all."""
+        summaries = [value for value in self.records[0].results.values() if isinstance(value, dict)]
+        found = [metric for metric in self.metrics() if any(metric in summary for summary in summaries)]
+        return found or self.metrics()
 
     def missing(self) -> list[str]:
         """Combinations of arm, condition and seed among those seen that no run is of."""

@@ -52,7 +52,7 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
                 # Side by side, or the intervals would hide each other.
                 shift = (place - (len(arms) - 1) / 2) * (high - low) * 0.012
                 means = [interval.mean for _, interval in points]
-                ends = [[i.mean - i.low for _, i in points], [i.high - i.mean for _, i in points]]
+                ends = [[max(0.0, i.mean - i.low) for _, i in points], [max(0.0, i.high - i.mean) for _, i in points]]
                 plot.errorbar(
                     [x + shift for x, _ in points],
                     means,

@@ -247,7 +247,8 @@ def parse_name(name: str) -> dict[str, Value]:
     """
     arm, _, rest = name.partition("_") if "=" not in name.partition("_")[0] else ("", "", name)
     pairs = re.findall(r"([a-z][a-z0-9_]*)=([A-Za-z0-9.+-]+)(?:_|$)", rest)
-    if "_".join(f"{axis}={label}" for axis, label in pairs) != rest or not _LABEL.fullmatch(arm or "none"):
+    whole = "_".join([*([arm] if arm else []), *(f"{axis}={label}" for axis, label in pairs)])
+    if not name or whole != name or not _LABEL.fullmatch(arm or "none"):
         raise UsageError(f"{name!r} is no run's name: it should read like bft_noise=0.3_seed=1")
     labels: dict[str, Value] = {ARM: arm} if arm else {}
     return labels | {axis: _number(label) for axis, label in pairs}

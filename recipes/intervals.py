@@ -59,7 +59,7 @@ def hierarchical_bootstrap(
     a plain draw from both (Owen 2007, "The pigeonhole bootstrap") counts the rest's variance three times and shrinks that of
     S seeds by (S-1)/S. The stretch makes the interval as wide as that of Student's t with the layout's own variance,
     (max(0, MS_seeds - MS_rest) + MS_questions) / SQ, and Satterthwaite's degrees of freedom; where its two ends lie is left
-    to the draws. A handful of seeds, drawn with replacement, has no tails of its own.
+    to the draws. Every second draw mirrors the seeds' part: a handful of seeds has no tails, and a skew only by chance.
 
     Args:
         values: (seed, question), finite; of paired differences, say.
@@ -85,7 +85,7 @@ def hierarchical_bootstrap(
     ms_question = seeds * (by_question**2).sum() / free_q if free_q else 0.0
     ms_rest = (rest**2).sum() / (free_s * free_q) if free_s and free_q else 0.0
     of_seeds = max(0.0, ms_seed - ms_rest)
-    if of_seeds + ms_question <= np.finfo(float).tiny:
+    if of_seeds + ms_question <= (np.finfo(float).eps * np.abs(values).max()) ** 2 * values.size:  # rounding alone
         return Interval(float(mean), float(mean), float(mean), float(mean == 0), seeds, questions)
     # Satterthwaite: (sum of mean squares)² over the sum of their squares, each by its own degrees of freedom.
     spread = (ms_question**2 / free_q if free_q else 0.0) + (
@@ -97,11 +97,12 @@ def hierarchical_bootstrap(
     draws = np.zeros(samples)
     if of_seeds:
         scale = (seeds / free_s * of_seeds / ms_seed) ** 0.5
-        draws += scale * _weighted_means(by_seed, samples, seed)
+        mirrored = np.resize([1.0, -1.0], samples)
+        draws += scale * mirrored * _weighted_means(by_seed, samples, seed)
     if free_q:
         draws += (questions / free_q) ** 0.5 * _weighted_means(by_question, samples, seed + 1)
     low, high = np.quantile(draws, [1 - quantile, quantile])
-    stretch = 2 * half_width / (high - low)
+    stretch = 2 * half_width / (high - low) if high > low else 1.0
     draws, low, high = mean + stretch * draws, mean + stretch * low, mean + stretch * high
     tail = min((draws <= 0).sum(), (draws >= 0).sum())
     return Interval(float(mean), float(low), float(high), min(1.0, 2 * (tail + 1) / (samples + 1)), seeds, questions)

@@ -21,6 +21,7 @@ LARGEST = 50_000  # bytes of a packed run above which it is compressed
 TEXTS = ("id", "prediction")
 ENOUGH_LABELS = 20  # more different texts than this are no strata
 CUTOFF = 10
+WITHIN = "distractors"  # a run is evaluated with several numbers of them, a question once for each
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,22 @@ class Record:
 
 
 def read_all(roots: Iterable[str | Path]) -> list[Record]:
-    """Every finished run below the roots: folders of runs, or folders of packed ones.
+    """Every finished run below the roots, one that was evaluated with several numbers of distractors as several.
+
+    Raises:
+        UsageError: From `read_whole`; or two questions of one id.
+    """
+    parts = []
+    for record in read_whole(roots):
+        parts += divide(record, WITHIN, whole=False) if WITHIN in record.numbers else [record]
+    for record in parts:
+        if len(set(record.ids)) < len(record.ids):
+            raise UsageError(f"{record.name}: two of its questions have the same id")
+    return parts
+
+
+def read_whole(roots: Iterable[str | Path]) -> list[Record]:
+    """Every finished run as it is below the roots: folders of runs, or folders of packed ones.
 
     Raises:
         UsageError: No such folder, none in it, two of one name, or something that cannot be read.
@@ -84,8 +100,6 @@ def read_run(folder: Path) -> Record:
         ids, numbers, strata = _ranks(folder / RANKS)
     else:
         raise UsageError(f"{folder} has neither {QUESTIONS} nor {RANKS}: nothing can be paired without them")
-    if len(set(ids)) < len(ids):
-        raise UsageError(f"{folder}: two questions have the same id")
     if not numbers:
         raise UsageError(f"{folder}: no number is measured for its questions")
     return Record(folder.name, axes, results, ids, numbers, strata)
@@ -239,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("folder", metavar="FOLDER", help="Where the files go; those of the same runs are replaced.")
     options: argparse.Namespace = parser.parse_args(argv)
     files = {}
-    for record in read_all([options.root]):
+    for record in read_whole([options.root]):
         content = pack(record)
         if len(content) > LARGEST:
             files[f"{record.name}.json.gz"] = gzip.compress(content, mtime=0)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     for name in options.by:
         records = [part for record in records for part in divide(record, name, whole=True)]
     comparison = Comparison(records, options.arms, options.baseline)
-    metrics = options.metric or comparison.metrics()
+    metrics = options.metric or comparison.reported()
     unknown = [metric for metric in metrics if metric not in comparison.metrics()]
     if unknown or not metrics:
         known = ", ".join(comparison.metrics()) or "none"
@@ -56,7 +56,10 @@ def _parser() -> Any:
     parser.add_argument("--baseline", metavar="ARM", help="Compare every arm with this one.")
     parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", help="Only these, in this order. Default: all.")
     parser.add_argument(
-        "--metric", nargs="+", metavar="NAME", help="Numbers a question has. Default: what every run has."
+        "--metric",
+        nargs="+",
+        metavar="NAME",
+        help="Numbers a question has. Default: those that results.json has the mean of.",
     )
     parser.add_argument(
         "--axis", nargs="+", default=[], metavar="NAME", help="A number or label a question has that is an axis."
