@@ -14,9 +14,6 @@ validation NDCG@10. The held-out item is ranked among all items of the catalogue
 of its items. Several processes: `accelerate launch -m bft_hf.recipes.rec --data ...`.
 """
 
-import csv
-import gzip
-import io
 import json
 import os
 import shlex
@@ -30,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import UsageError, check_output_dir, one_line
 from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_overrides, parse_recommend
+from .rec_outputs import PROTOCOL, data_summary, describe, outcome, report, write_per_user
 from .results import count_parameters, library_versions, write_json
 
 if TYPE_CHECKING:
@@ -41,10 +39,6 @@ RESULTS_FORMAT = 1
 CHECKPOINT = "training.pt"
 OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
 INSTALL = "packages are missing, pip install 'bft-hf[rec]' brings them: "
-PROTOCOL = (
-    "leave-one-out; the held-out item ranked among all items of the catalogue, the others of the user's history removed; ties "
-    "broken at random by a fixed seed"
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -209,31 +203,6 @@ def read_item_titles(arguments: RecArguments) -> dict[str, str]:
         return read_titles(Path(arguments.item_titles).expanduser())
 
 
-def data_summary(split: "Split", arguments: RecArguments) -> dict[str, Any]:
-    """What results.json says about the data."""
-    data = split.data
-    return {
-        "file": arguments.data,
-        "users": data.num_users,
-        "items": data.num_items,
-        "actions": len(data.items),
-        "order": data.order,
-        "k_core": arguments.k_core,
-        "evaluated_users": len(split.users),
-        "test_items_never_trained_on": split.untrained_targets,
-        "users_with_test_and_validation_at_one_time": data.tied_targets(),
-    }
-
-
-def describe(split: "Split", arguments: RecArguments) -> str:
-    """A line about the data for the terminal."""
-    data = split.data
-    return (
-        f"{arguments.data}: {data.num_users:,} users, {data.num_items:,} items, {len(data.items):,} actions; order "
-        f"{data.order}; {len(split.users):,} users evaluated"
-    )
-
-
 def build_model(arguments: RecArguments, num_items: int) -> Any:
     """A new model, patched where --method says so; its own weights are the same for both methods.
 
@@ -364,11 +333,6 @@ def rank_baseline(name: str, split: "Split", results: dict[str, Any]) -> "Rankin
     return rankings[1]
 
 
-def outcome(validation: "Ranking", test: "Ranking") -> dict[str, Any]:
-    """The metrics of both parts, and the test's by stratum."""
-    return {"validation": validation.summary(), "test": test.summary(), "strata": test.strata()}
-
-
 def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> None:
     """Write the model, the users' ranks and, last, results.json; the checkpoint goes."""
     if model is not None:
@@ -376,47 +340,6 @@ def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> 
     write_per_user(folder / "per_user.csv.gz", test)
     write_json(folder / "results.json", results)
     (folder / CHECKPOINT).unlink(missing_ok=True)
-
-
-def write_per_user(path: Path, test: "Ranking") -> None:
-    """A row a user: the held-out item, its rank, its frequency in training and quartile of it; a filter's precision."""
-    split, quartiles, lengths = test.split, test.quartiles, test.history_lengths
-    targets = split.targets(test.part)
-    # No time in the header: two runs alike leave files alike.
-    with (
-        open(path, "wb") as raw,
-        gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as packed,
-        io.TextIOWrapper(packed, encoding="utf-8", newline="") as text,
-    ):
-        writer = csv.writer(text, lineterminator="\n")
-        names = ["user", "item", "rank", "frequency", "item_quartile", "history_length"]
-        writer.writerow(names if test.precision is None else [*names, "precision"])
-        for row, user in enumerate(split.users.tolist()):
-            item = int(targets[row])
-            values = [
-                split.data.user_names[user],
-                split.data.item_names[item - 1],
-                int(test.ranks[row]),
-                split.item_frequency[item],
-                f"Q{quartiles[row]}",
-                lengths[row],
-            ]
-            writer.writerow(values if test.precision is None else [*values, f"{test.precision[row]:.6g}"])
-
-
-def report(results: dict[str, Any], folder: Path, say: Any) -> None:
-    """The outcome on the terminal."""
-    say(f"{'':16}{'users':>8}{'HR@5':>8}{'HR@10':>8}{'HR@20':>8}{'NDCG@5':>8}{'NDCG@10':>9}{'NDCG@20':>9}{'MRR':>8}")
-    rows = {"validation": results["validation"], "test": results["test"]}
-    rows |= {f"test items {name}": row for name, row in results["strata"]["item_frequency"].items()}
-    rows |= {f"history {name}": row for name, row in results["strata"]["history_length"].items()}
-    for name, row in rows.items():
-        hr = "".join(f"{row[f'hr@{k}']:8.4f}" for k in (5, 10, 20))
-        ndcg = "".join(f"{row[f'ndcg@{k}']:{8 if k == 5 else 9}.4f}" for k in (5, 10, 20))
-        say(f"{name:16}{row['n']:8,}{hr}{ndcg}{row['mrr']:8.4f}")
-    if "epoch" in results["seconds"]:
-        say(f"Best epoch {results['best_epoch']}; {results['seconds']['epoch']:.1f} s an epoch of training")
-    say(f"Written to {folder}")
 
 
 def _recommend(argv: Sequence[str]) -> None:

@@ -323,7 +323,7 @@ BAD: list[tuple[list[str], str]] = [
     (["--overwrite", "--resume"], "give one of them"),
     (["--data_format", "json"], "not JSON"),
     (["--config", "none.yaml"], "--config none.yaml: no such file"),
-    (["--learning_rate", "1e30", "--epochs", "3"], "lower"),
+    (["--learning_rate", "1e30", "--epochs", "3"], "lower --learning_rate, or clip by --max_grad_norm 1"),
     (["recommend", "--history", "1"], "the following arguments are required: --model"),
     (["recommend", "--model", "nowhere", "--history", "1"], "nowhere: no such folder"),
 ]

@@ -78,7 +78,7 @@ class TrainingWindows:
         starts: Where in `split.data.items` each window starts, shape (windows,).
         lengths: Items of each window, at least 2, shape (windows,).
         cloze: Whether items are hidden and to be found, or predicted from those before.
-        mask_token_id: What hides an item.
+        mask_token_id: What hides an item; 0 for causal models, which hide none.
         mask_probability: Share of the items that is hidden, at least one a window.
         mask_last: Share of the windows in which the last item alone is hidden, as it is when ranking.
         with_time: Whether batches carry timestamps.
@@ -88,7 +88,7 @@ class TrainingWindows:
     starts: np.ndarray
     lengths: np.ndarray
     cloze: bool = False
-    mask_token_id: int | None = None
+    mask_token_id: int = PADDING
     mask_probability: float = 0.0
     mask_last: float = 0.0
     with_time: bool = False
@@ -117,7 +117,7 @@ class TrainingWindows:
             np.array(starts),
             np.array(lengths),
             cloze,
-            model.config.mask_token_id if cloze else None,
+            model.config.mask_token_id if cloze else PADDING,
             float(model.config.mask_probability) if cloze else 0.0,
             mask_last,
             uses_time(model),

@@ -154,7 +154,7 @@ def model_scorer(model: Any, split: Split, part: str, precision: np.ndarray | No
         at = (torch.arange(len(users), device=device), last.to(device))
         with nullcontext() if precision is None else record(model) as trace:
             hidden = model(**{name: value.to(device) for name, value in inputs.items()}).last_hidden_state
-        if precision is not None:
+        if precision is not None and trace is not None:
             precision[users] = trace.final_precision[at].double().reshape(len(users), -1).mean(1).cpu().numpy()
         return item_scores(model, hidden[at])
 
