@@ -61,8 +61,6 @@ def test_recommendations_are_the_best_scores_of_what_is_unseen(kind: str, patche
                 assert row.probability == pytest.approx(float(scores.softmax(0)[index]), abs=1e-5)
                 assert row.title == ("Five" if row.item == "n5" else None)
                 assert (row.precision is not None) == (row.score_std is not None) == patched
-        model.train()
-    assert model.training
 
 
 def test_without_a_map_items_are_ids() -> None:
