@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..cards import GENERATED, TAGS, WHAT
+from ..patching import get_config
 
 if TYPE_CHECKING:
     from .modeling_common import RecommenderModel
@@ -27,12 +28,12 @@ def recommender_card(model: RecommenderModel, name: str) -> ModelCard:
         model: the model.
         name: the Hub id or folder it goes to.
     """
-    config = model.config
-    tags = ["recommendation", "sequential-recommendation", config.model_type, *(TAGS if config.bft else ())]
+    config, bft = model.config, get_config(model)
+    tags = ["recommendation", "sequential-recommendation", config.model_type, *(TAGS if bft else ())]
     data = ModelCardData(library_name="transformers", tags=tags)
     family = FAMILIES.get(config.model_type, type(model).__name__)
     about = f"A sequential recommender over {config.num_items:,} items: {family}, "
-    about += f"as {WHAT}" if config.bft else "without a filter: a baseline of Bayesian Filtering Transformers."
+    about += f"as {WHAT}" if bft else "without a filter: a baseline of Bayesian Filtering Transformers."
     times = ", timestamps=[[...]]" if getattr(config, "time_buckets", 0) else ""
     items = "names from `items.json`" if model.item_map is not None else f"ids from 1 to {config.num_items}"
     lines = [
@@ -50,8 +51,8 @@ def recommender_card(model: RecommenderModel, name: str) -> ModelCard:
         f"```python\n{snippet}\n```",
         f"Items are {items}; a history is read up to its last {config.max_position_embeddings} items.",
     ]
-    if config.bft:
-        parts += ["## BFT configuration", f"```json\n{config.bft.to_json_string().strip()}\n```"]
+    if bft:
+        parts += ["## BFT configuration", f"```json\n{bft.to_json_string().strip()}\n```"]
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n")
 
 
@@ -69,6 +70,7 @@ def write_missing_card(model: RecommenderModel, folder: str | os.PathLike[str], 
         card = ModelCard.load(path)
         if GENERATED not in card.text:
             return
-        known = made.data.tags or []  # push_to_hub(tags=...) has put its own into the generated card
-        made.data.tags = list(dict.fromkeys([*known, *(card.data.tags or [])]))
+        # push_to_hub(tags=...) has put its own into the generated card.
+        tags = [*(made.data.to_dict().get("tags") or []), *(card.data.to_dict().get("tags") or [])]
+        made.data["tags"] = list(dict.fromkeys(tags))
     made.save(path)
