@@ -279,7 +279,17 @@ def test_recommend_prints_names_scores_and_certainty(trained: str, capsys: pytes
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["history"] for row in rows] == [["thing00"], ["thing05"]]
     first = rows[1]["recommendations"][0]
+    assert "thing05" not in [row["item"] for row in rows[1]["recommendations"]]
     assert len(rows[0]["recommendations"]) == 10 and first["item"] == "thing06" and first["score_std"] > 0
+
+
+def test_recommend_may_include_what_was_seen(trained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["recommend", "--model", trained, "--history", "thing05", "--k", str(ITEMS)]
+    counts = []
+    for more in ([], ["--include_seen"]):
+        assert main([*flags, *more]) == 0
+        counts.append(capsys.readouterr().out.count("score"))
+    assert counts == [ITEMS - 1, ITEMS]
 
 
 def test_recommend_reads_histories_from_a_file(
