@@ -86,9 +86,15 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="RATE",
-        help="Corrupt this share of the labels, as bft-sft does. Several rates: a folder for each, one pass for all.",
+        help="Corrupt this share of the labels, as bft-sft does. Several rates or kinds: a folder for each, one pass for all.",
     )
-    add("--noise_kind", default="uniform", metavar="KIND", help="As in bft-sft. Default uniform.")
+    add(
+        "--noise_kind",
+        nargs="+",
+        default=["uniform"],
+        metavar="KIND",
+        help="As in bft-sft, or several. Default uniform.",
+    )
     add(
         "--noise_inputs",
         action="store_true",
@@ -172,8 +178,10 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         for value in values:
             if not (math.isfinite(value) and 0.0 < value <= 1.0):
                 raise UsageError(f"--{name} must be a number in (0, 1], got {value}")
-    if len(set(options.noise)) < len(options.noise):
-        raise UsageError("--noise names a rate twice")
+    for name in ("noise", "noise_kind"):
+        values = getattr(options, name)
+        if len(set(values)) < len(values):
+            raise UsageError(f"--{name} names {max(values, key=values.count)} twice")
     if options.distractors < 0:
         raise UsageError(f"--distractors must be 0 or a positive integer, got {options.distractors}")
     if options.noise_inputs and not options.noise:
@@ -211,12 +219,13 @@ def _run(options: argparse.Namespace, command: str) -> None:
         scored, passages = scorer([rows for some in prepared for rows in (some.tokenized, some.copies)])
         if scored[0].empty:
             raise UsageError(f"{options.dataset}: no row has a token that is trained")
-        audits = []
-        for rate, rows, tokens, known in zip(options.noise or [0.0], prepared, scored[::2], scored[1::2], strict=True):
+        audits: list[tuple[tables.Rows, Any, dict[str, Any]]] = []
+        for rows, tokens, known in zip(prepared, scored[::2], scored[1::2], strict=True):
             weights = tables.add_suspicions(tokens, known, rows, scorer.vocab_size, options)
             found = tables.detection([tokens], options.resamples) if rows.known else None
-            noise = tables.noise_summary(tokens, rate, options) if rows.known else None
+            noise = tables.noise_summary(tokens, rows, options) if rows.known else None
             audits.append((rows, tokens, {"noise": noise, "combined_weights": weights, "detection": found}))
+        passages = passages if options.distractors else None
         distractors = None if passages is None else tables.passage_detection(passages, options.resamples)
     except (
         ValueError,
@@ -224,9 +233,7 @@ def _run(options: argparse.Namespace, command: str) -> None:
     ) as error:  # of the data, the model, the noise: each message is one line with its remedy
         raise UsageError(one_line(error)) from error
     for rows, tokens, findings in audits:
-        folder = options.output_dir
-        if len(audits) > 1:
-            folder = folder / f"noise={findings['noise']['rate']:g}"
+        folder = options.output_dir / rows.name if len(audits) > 1 else options.output_dir
         ranked = tables.rank_rows(tokens, rows, options)
         result = {
             "format": AUDIT_FORMAT,
@@ -248,10 +255,11 @@ def _run(options: argparse.Namespace, command: str) -> None:
             "seconds": round(time.perf_counter() - start, 1),
         }
         tables.write(folder, tokens, ranked, result, options, passages)
-        if found := findings["detection"]:
-            noise = findings["noise"]
-            print_detection(found, f"Rate {noise['rate']:g}: finding {noise['corrupted_tokens']} corrupted labels")
-            say(verdict(found))
+        if rows.known:
+            print_detection(
+                findings["detection"], f"{rows.name}: finding {findings['noise']['corrupted_tokens']} corrupted labels"
+            )
+            say(verdict(findings["detection"]))
         say(
             f"Ranked {len(ranked)} rows and {len(tokens)} tokens by {SUMMARY.get(options.score, options.score)}; the most "
             f"suspicious row is {ranked['id'].iloc[0]!r}\nWritten to {folder}"
@@ -289,17 +297,21 @@ def _cell(estimate: Sequence[float] | None) -> str:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """In one sentence, whether anything found the corruption better than the plain loss, by an interval above zero."""
-    better = [
-        f"{name} ({level.replace('_', ' ')}, {metric.replace('_', ' ')})"
+    """Whether anything found the corruption better than the plain loss, by an interval above zero."""
+    gains = {
+        f"{name} ({level.replace('_', ' ')}, {metric.replace('_', ' ')})": row[f"{metric}_minus_loss"][1]
         for level, scores in found.items()
         for name, row in scores.items()
         for metric in ("auroc", "average_precision")
-        if row.get(f"{metric}_minus_loss", [0.0, 0.0, 0.0])[1] > 0
-    ]
+        if f"{metric}_minus_loss" in row
+    }
+    better = [name for name, low in gains.items() if low > 0]
     if not better:
         return "No score found the corruption better than the plain loss by an interval above zero."
-    return f"Better than the plain loss, by an interval above zero: {', '.join(better)}."
+    return (
+        f"Better than the plain loss, by an interval above zero: {', '.join(better)}. Of {len(gains)} comparisons, "
+        "uncorrected: one in forty would be by chance."
+    )
 
 
 def compare_parser() -> argparse.ArgumentParser:

@@ -139,11 +139,11 @@ def compare(
     means = {key: np.stack(values)[which, np.arange(resamples)[:, None]].mean(1) for key, values in drawn.items()}
     result = Comparison()
     for (name, metric), values in points.items():
-        result.values.setdefault(name, {})[metric] = _estimate(np.mean(values), means[name, metric])
+        result.values.setdefault(name, {})[metric] = _estimate(float(np.mean(values)), means[name, metric])
         if baseline is not None and name != baseline:
             base = (baseline, metric)
             result.differences.setdefault(name, {})[metric] = _estimate(
-                np.mean(values) - np.mean(points[base]), means[name, metric] - means[base]
+                float(np.mean(values) - np.mean(points[base])), means[name, metric] - means[base]
             )
     return result
 

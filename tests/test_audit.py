@@ -136,7 +136,10 @@ def test_runs_are_averaged_and_their_spread_widens_the_interval():
     single = [compare([run], resamples=300).values["loss"]["auroc"] for run in alike]
     together = compare(alike, resamples=300).values["loss"]["auroc"]
     assert together.value == pytest.approx(np.mean([one.value for one in single]))
-    apart = [Run({"loss": run.scores["loss"] * sign}, run.wrong, run.groups) for run, sign in zip(alike, (1, 1, -1), strict=False)]
+    apart = [
+        Run({"loss": run.scores["loss"] * sign}, run.wrong, run.groups)
+        for run, sign in zip(alike, (1, 1, -1), strict=False)
+    ]
     spread = compare(apart, resamples=300).values["loss"]["auroc"]
     assert spread.high - spread.low > 3 * (together.high - together.low)
 
@@ -258,15 +261,15 @@ def test_a_check_corrupts_the_labels_that_training_would(folder, checked):
     trained = corrupt_labels(
         questions, 0.2, seed=3, vocab_size=len(tokenizer), eos_token_ids=[2], pad_token_id=0, special_token_ids=tokenizer.all_special_ids
     )  # fmt: skip
-    tokens = pandas.read_parquet(checked / "noise=0.2" / "tokens.parquet").sort_values(["row", "position"])
+    tokens = pandas.read_parquet(checked / "uniform_noise=0.2" / "tokens.parquet").sort_values(["row", "position"])
     labels = [label for row in trained["labels"] for label in row if label != -100]
     assert tokens["token_id"].tolist() == labels
     assert tokens["corrupted"].sum() == sum(map(sum, trained["corrupted"])) > 0
-    more = pandas.read_parquet(checked / "noise=0.5" / "tokens.parquet").sort_values(["row", "position"])
+    more = pandas.read_parquet(checked / "uniform_noise=0.5" / "tokens.parquet").sort_values(["row", "position"])
     assert more["corrupted"].to_numpy()[tokens["corrupted"].to_numpy()].all()
     assert (tokens["true_token"] != tokens["token"])[tokens["corrupted"]].all()
     assert not tokens.loc[tokens["token"] == "</s>", "eligible"].any()
-    result = json.loads((checked / "noise=0.2" / "audit.json").read_text())
+    result = json.loads((checked / "uniform_noise=0.2" / "audit.json").read_text())
     assert result["noise"]["corrupted_tokens"] == tokens["corrupted"].sum()
     table = tokens[tokens["eligible"]]
     assert result["detection"]["tokens"]["loss"]["auroc"][0] == pytest.approx(
@@ -299,18 +302,29 @@ def test_one_pass_serves_every_rate_and_the_calibration(folder, monkeypatch):
     assert run(folder, "--noise", "0.2", "--noise_inputs", "--calibration_noise", "0.3", out="inputs") == 0
     assert sum(seen) > 24
     tokens = pandas.read_parquet(folder / "inputs" / "tokens.parquet").sort_values(["row", "position"])
-    clean = pandas.read_parquet(folder / "counted" / "noise=0.2" / "tokens.parquet").sort_values(["row", "position"])
+    clean = pandas.read_parquet(folder / "counted" / "uniform_noise=0.2" / "tokens.parquet").sort_values(
+        ["row", "position"]
+    )
     assert tokens["token_id"].tolist() == clean["token_id"].tolist()
     assert tokens["input_precision"].tolist() != pytest.approx(clean["input_precision"].tolist())
 
 
 def test_checks_are_put_together(checked, capsys):
     assert (
-        main(["compare", str(checked / "noise=0.2"), str(checked / "noise=0.5"), "--resamples", "50", "--markdown"])
+        main(
+            [
+                "compare",
+                str(checked / "uniform_noise=0.2"),
+                str(checked / "uniform_noise=0.5"),
+                "--resamples",
+                "50",
+                "--markdown",
+            ]
+        )
         == 0
     )
     printed = capsys.readouterr().out
-    results = [json.loads((checked / f"noise={rate}" / "audit.json").read_text()) for rate in ("0.2", "0.5")]
+    results = [json.loads((checked / f"uniform_noise={rate}" / "audit.json").read_text()) for rate in ("0.2", "0.5")]
     mean = np.mean([result["detection"]["tokens"]["loss"]["auroc"][0] for result in results])
     assert f"| loss | {mean:.3f} [" in printed
 
@@ -322,7 +336,9 @@ def test_the_command_says_whether_something_beat_the_loss():
     }
     assert verdict({"tokens": tokens}).startswith("No score found the corruption better")
     tokens["gain"]["auroc_minus_loss"] = [0.05, 0.01, 0.1]
-    assert verdict({"tokens": tokens}) == "Better than the plain loss, by an interval above zero: gain (tokens, auroc)."
+    assert verdict({"tokens": tokens}).startswith(
+        "Better than the plain loss, by an interval above zero: gain (tokens, auroc). Of 1 comparisons, uncorrected"
+    )
 
 
 def test_a_plain_model_and_an_adapter_are_audited(folder):
@@ -372,7 +388,7 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_page_is_self_contained_and_escapes_the_data(checked):
-    text = (checked / "noise=0.2" / "audit.html").read_text()
+    text = (checked / "uniform_noise=0.2" / "audit.html").read_text()
     page = Page(text)
     assert page.tags["script"] == 1 and page.outside == []
     assert not re.search(r"https?://|url\(|@import", text)
@@ -393,7 +409,7 @@ def test_the_scripts_hash_is_the_scripts(checked):
     import base64
     import hashlib
 
-    text = (checked / "noise=0.2" / "audit.html").read_text()
+    text = (checked / "uniform_noise=0.2" / "audit.html").read_text()
     script = re.search(r"<script>(.*)</script>", text, re.DOTALL)[1]
     assert f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}" in text
 
@@ -415,7 +431,7 @@ def test_top_bounds_the_page_and_not_the_tables(folder):
     ("flags", "message"),
     [
         (["--noise", "1.5"], "--noise must be a number in (0, 1], got 1.5"),
-        (["--noise", "0.1", "0.1"], "--noise names a rate twice"),
+        (["--noise", "0.1", "0.1"], "--noise names 0.1 twice"),
         (["--noise", "0.1", "--noise_kind", "odd"], "unknown --noise_kind 'odd': choose from"),
         (["--noise_inputs"], "--noise_inputs puts nothing into the inputs without --noise RATE"),
         (["--score", "odd"], "invalid choice: 'odd'"),
@@ -458,7 +474,7 @@ def test_what_is_no_check_is_not_compared(folder, checked, capsys):
     assert main(["compare", str(folder / "plain")]) == 2
     assert "holds no audit" in capsys.readouterr().err
     assert run(folder, out="unchecked") == 0
-    assert main(["compare", str(checked / "noise=0.2"), str(folder / "unchecked")]) == 2
+    assert main(["compare", str(checked / "uniform_noise=0.2"), str(folder / "unchecked")]) == 2
     assert "that audit had no --noise" in capsys.readouterr().err
 
 
