@@ -229,16 +229,18 @@ class Trainer:
         started, cpu_started = time.perf_counter(), time.process_time()
         batches = self.windows.epoch(settings.batch_size, rng)
         self.objective.train()
-        total = torch.zeros((), dtype=torch.float64)
+        losses: list[Tensor] = []  # read at the end: every look at one would make an accelerator wait
         count = 0
         for index, chosen in enumerate(self._progress(batches, epoch)):
             loss, labels = self._step((epoch - 1) * self.steps_per_epoch + index, chosen, rng)
-            total += loss.double().cpu()
+            losses.append(loss)
             count += labels
+        total = torch.stack(losses).double().sum().item()
         if self.accelerator.num_processes > 1:
-            totals = torch.tensor([[total, count]], dtype=torch.float64)
-            total, count = self.accelerator.gather(totals.to(self.accelerator.device)).sum(0).cpu().tolist()
-        mean = float(total) / count
+            from accelerate.utils import gather_object
+
+            total, count = (sum(values) for values in zip(*gather_object([(total, count)]), strict=True))
+        mean = total / count
         if not math.isfinite(mean):
             raise TrainingError(
                 f"the loss is {mean} in epoch {epoch}: lower --learning_rate, or clip by --max_grad_norm 1"
@@ -274,6 +276,7 @@ class Trainer:
         if not len(mine["labels"]):
             mine = {name: value[:1] for name, value in batch.items()}
             mine["labels"] = torch.full_like(mine["labels"], NO_LABEL)
+        count = int((mine["labels"] != NO_LABEL).sum())
         mine = {name: value.to(device) for name, value in mine.items()}
         labels = mine.pop("labels")
         loss = self.objective(mine, labels, negatives)
@@ -288,7 +291,7 @@ class Trainer:
             group["lr"] = group["peak"] * factor
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach(), int((labels != NO_LABEL).sum())
+        return loss.detach(), count
 
     def _negatives(self, rng: np.random.Generator) -> Tensor:
         if not hasattr(self, "_cumulative"):
