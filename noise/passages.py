@@ -1,6 +1,7 @@
 """Passages: what of them stands in a prompt, which one is gold, and whether one holds an answer."""
 
 import re
+import string
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _MARKS = re.compile(r"[^\w\s]|_")
+_ASCII = str.maketrans("", "", string.punctuation)
 
 
 class Passage(NamedTuple):
@@ -72,18 +74,24 @@ def holds_answer(text: str, answers: Iterable[str]) -> bool:
     """Whether any answer's words stand in a text one after another.
 
     Case, accents and punctuation do not count. Punctuation is tried both as nothing, without English articles, as SQuAD's
-    scores have it ("U.S." is "US"), and as a blank ("1914" is in "1914-18"). An answer of nothing else ("The") is looked
-    for letter by letter.
+    scores have it ("U.S." is "US"), and as a blank ("1914" is in "1914-18"). An answer of nothing else ("The", "—") is
+    looked for letter by letter.
     """
     joined, split = forms(text)
     for answer in answers:
         pair = forms(answer)
         if not pair[0].strip():
-            if answer.strip().casefold() in text.casefold():
+            needle = _squad(answer)
+            if needle in _squad(text) if needle else answer.strip().casefold() in text.casefold():
                 return True
         elif pair[0] in joined or pair[1] in split:
             return True
     return False
+
+
+def _squad(text: str) -> str:
+    """SQuAD's normalisation, which leaves punctuation that is not ASCII."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_ASCII)).split())
 
 
 def same_passage(first: str, second: str) -> bool:

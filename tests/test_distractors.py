@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, concatenate_datasets
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bft_hf.noise import bm25
@@ -203,6 +203,7 @@ def test_random_distractors_are_not_the_same_for_all():
 
 
 @given(answer=texts, passage=texts)
+@example(answer="the —!", passage="— .")
 @settings(max_examples=300)
 def test_whatever_squads_normalisation_finds_is_found(answer, passage):
     words = normalize_answer(answer)
