@@ -105,7 +105,7 @@ def rank_users(
     if order is None:
         order = np.argsort(end - full_start, kind="stable")
     ranks = np.full(len(targets), np.nan)
-    luck = np.random.default_rng(TIES_SEED).random(len(targets))
+    luck = np.random.default_rng(TIES_SEED).random(len(targets), dtype=np.float32)
     recommended = np.zeros((len(targets), COVERAGE_AT), dtype=np.int64) if recommend else None
     for begin in range(0, len(order), batch_size):
         users = order[begin : begin + batch_size]

@@ -23,8 +23,11 @@ from .evaluation import Ranking, model_scorer, rank_users
 from .losses import BLOCK_BYTES, blocked_cross_entropy, proposal, sampled_cross_entropy
 from .metrics import summarize
 
-LOSSES = ("full", "sampled")
-SCHEDULES = ("constant", "linear", "cosine")
+CHOICES = {
+    "loss": ("full", "sampled"),
+    "schedule": ("constant", "linear", "cosine"),
+    "loss_dtype": ("float32", "bfloat16"),
+}
 SELECTED_BY = "ndcg@10"
 
 
@@ -55,6 +58,9 @@ class TrainingSettings:
         loss_dtype: Of the full loss's logits, "float32" or "bfloat16".
         block_bytes: Memory of the full loss's block of logits.
         seed: Decides the order, the dropout and what is hidden or sampled.
+
+    Raises:
+        ValueError: `loss`, `schedule` or `loss_dtype` is none of those named.
     """
 
     epochs: int = 100
@@ -75,6 +81,11 @@ class TrainingSettings:
     loss_dtype: str = "float32"
     block_bytes: int = BLOCK_BYTES
     seed: int = 42
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: choose from {', '.join(allowed)}")
 
     def factor(self, step: int, steps: int) -> float:
         """The learning rate's factor in a step, counted from 0, of so many."""
@@ -113,9 +124,8 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.settings = settings
-        self.register_buffer(
-            "log_q", proposal(torch.from_numpy(item_frequency[1:]), settings.negatives_power), persistent=False
-        )
+        log_q = proposal(torch.from_numpy(item_frequency[1:]), settings.negatives_power)
+        self.register_buffer("log_q", log_q.float(), persistent=False)
 
     def forward(self, inputs: dict[str, Tensor], labels: Tensor, negatives: Tensor | None) -> Tensor:
         """Sum of the loss over the labelled positions."""
@@ -128,7 +138,7 @@ class Objective(nn.Module):
         if not len(targets):  # a process without a window of the last batch still has to take part
             return hidden.sum() * 0 + weight.sum() * 0 + (0 if bias is None else bias.sum() * 0)
         if negatives is None:
-            dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.settings.loss_dtype]
+            dtype = getattr(torch, self.settings.loss_dtype)
             return blocked_cross_entropy(states, weight, targets, bias, self.settings.block_bytes, dtype)
         return sampled_cross_entropy(states, weight, targets, negatives, self.log_q, bias)
 
