@@ -156,11 +156,15 @@ def evaluate_answers(
     if record_uncertainty and answered:
         from bft_hf.recipes.scores import answer_uncertainty
 
-        options = {"batch_size": batch_size, "pad_token_id": pad, "progress": progress, "desc": f"{desc}: uncertainty"}
-        if trust is not None:
-            options["token_reliability"] = [trust[place] for place in answered]
         found = answer_uncertainty(
-            model, [prompts[place] for place in answered], [generated[place] for place in answered], **options
+            model,
+            [prompts[place] for place in answered],
+            [generated[place] for place in answered],
+            token_reliability=trusted(answered),
+            batch_size=batch_size,
+            pad_token_id=pad,
+            progress=progress,
+            desc=f"{desc}: uncertainty",
         )
         sure = dict(zip(answered, found, strict=True))
         for place, note in enumerate(notes):

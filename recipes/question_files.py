@@ -224,7 +224,7 @@ def _retrieved(ctxs: Any, row: Mapping[str, Any], reliability: list[float] | Non
     except ValueError as error:
         raise _Malformed(f"'ctxs': {error}") from None
     # One number is each passage's, as many as there are passages are theirs in order, and others the gold one's tokens'.
-    shared = list(reliability or [None])
+    shared: list[float | None] = [*reliability] if reliability else [None]
     by_passage = shared * len(ctxs) if len(shared) == 1 else shared if len(shared) == len(ctxs) else None
     columns: dict[str, Any] = {"ctxs": []}
     for place, (ctx, passage) in enumerate(zip(ctxs, passages, strict=True)):

@@ -433,7 +433,7 @@ class Arm:
         if saved is not None:
             # What was measured when the run began: the same rows need not give the same digits on another device.
             bft_hf.patch(bft_hf.unpatch(model), saved)
-        elif bft_hf.get_config(model).gain_scale is None:
+        elif getattr(bft_hf.get_config(model), "gain_scale", None) is None:
             few = rows.select(range(min(self.arguments.calibrate, len(rows))))
             # On the answers' tokens: they are what is trained, and their gains are not those of the prompt.
             keys = ("input_ids", "labels")
