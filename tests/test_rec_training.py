@@ -55,7 +55,8 @@ def test_the_filter_s_parameters_have_their_own_rate_and_no_decay(split: Split) 
     before = {name: p.detach().clone() for name, p in bft_hf.bft_parameters(trainer.model).items()}
     trainer.train()
     assert any(not torch.equal(before[name], p) for name, p in bft_hf.bft_parameters(trainer.model).items())
-    assert [group["lr"] for group in groups] == [group["peak"] for group in groups]
+    rates = {id(p): group["lr"] for group in groups for p in group["params"]}
+    assert {rate for key, rate in rates.items() if key in ours} == {5e-2} != set(rates.values()) == {1e-3, 5e-2}
 
 
 @pytest.mark.parametrize("loss", ["full", "sampled"])
