@@ -1,5 +1,6 @@
 """Several processes on existing engines: DDP by accelerate, FSDP2 by torchrun, and the configurations shipped for both."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,41 +10,52 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.dataclasses import get_module_class_from_name
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from distributed import ddp, fsdp
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import AutoTokenizer
 
 import bft_hf
+from bft_hf.recipes.sft import main as sft_main
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "recipes" / "configs" / "accelerate"
 
 
-def launch(command: list[str], folder: Path) -> dict[str, Any]:
-    """Run a script of tests/distributed as several processes, and read what rank 0 wrote."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), "OMP_NUM_THREADS": "1"}
+ACCELERATE = ["accelerate.commands.launch", "--config_file", str(CONFIGS / "ddp_cpu.yaml"), "--main_process_port", "0"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def launch(*command: str, **variables: str) -> str:
+    """Run a script of tests/distributed as several processes; gives back what they printed."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
-        [sys.executable, "-m", *command, str(folder)], env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    return torch.load(folder / "results.pt")
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def ddp_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    launcher = ["accelerate.commands.launch", "--config_file", str(CONFIGS / "ddp_cpu.yaml")]
-    return launch([*launcher, "--main_process_port", "0", "-m", "distributed.ddp"], tmp_path_factory.mktemp("ddp"))
+    folder = tmp_path_factory.mktemp("ddp")
+    launch(*ACCELERATE, "-m", "distributed.ddp", str(folder))
+    return torch.load(folder / "results.pt")
 
 
 @pytest.fixture(scope="module")
 def fsdp_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    launcher = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return launch([*launcher, "-m", "distributed.fsdp"], tmp_path_factory.mktemp("fsdp"))
+    folder = tmp_path_factory.mktemp("fsdp")
+    launch(*TORCHRUN, "-m", "distributed.fsdp", str(folder))
+    return torch.load(folder / "results.pt")
 
 
 @pytest.mark.parametrize("name", ddp.JOBS)
@@ -65,6 +77,51 @@ def test_two_ddp_processes_follow_one_with_the_whole_batch(
 
 def test_ddp_would_have_reported_an_unused_parameter(ddp_results: dict[str, Any]) -> None:
     assert "Expected to have finished reduction" in ddp_results["unused"]["error"]
+
+
+def test_two_processes_of_bft_sft_follow_one_and_only_the_first_writes(
+    tiny_llama: Callable[..., Any], stories260k: Path, tmp_path: Path
+) -> None:
+    """The command itself: losses, weights, predictions and what results.json says, within 1e-4."""
+    tiny_llama(vocab_size=512, num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(stories260k).save_pretrained(tmp_path / "model")
+    questions = [
+        {"id": i, "context": f"Box {i} is {'red' if i % 3 else 'blue as ice'}.", "question": f"Box {i}?"}
+        | {"answers": ["red" if i % 3 else "blue as ice"]}
+        for i in range(40)
+    ]
+    (tmp_path / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    flags = {
+        "model_name_or_path": tmp_path / "model",
+        "dataset": tmp_path / "questions.jsonl",
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "eval_examples": 3,
+        "max_new_tokens": 3,
+        "noise": 0.3,
+        "save_strategy": "no",
+        "ddp_find_unused_parameters": "false",
+    }
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use_cpu"]
+    assert sft_main([*argv, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")]) == 0
+    two = ["-m", "distributed.cli", str(tmp_path), *argv, "--per_device_train_batch_size", "2"]
+    printed = launch(*ACCELERATE, *two)
+
+    assert printed.count("Written to") == 1
+    assert {path.name for path in (tmp_path / "rank0").iterdir()} == {
+        path.name for path in (tmp_path / "one").iterdir()
+    }
+    assert not [path for path in (tmp_path / "rank1").rglob("*") if path.is_file()]
+    ours, expected = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("rank0", "one"))
+    assert ours["noise"] == expected["noise"] and ours["training"]["batch_size"] == 4
+    assert len(expected["training"]["losses"]) == 3 and expected["training"]["losses"][0][1] > 1
+    for mine, other in zip(ours["training"]["losses"], expected["training"]["losses"], strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+    assert ours["after"] == pytest.approx(expected["after"], abs=1e-4)
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("rank0", "one", "model")]
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-4)
+    assert all((weights[1][name] - start).abs().max() > 1e-3 for name, start in weights[2].items())
 
 
 @pytest.mark.parametrize("name", fsdp.JOBS)
@@ -209,6 +266,29 @@ def test_deepspeed_configuration_is_zero2(clean_environment: pytest.MonkeyPatch)
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 2 and plugin.deepspeed_config["zero_optimization"]["stage"] == 2
     assert "ZeRO-3" in (CONFIGS / "deepspeed_zero2.yaml").read_text()
+
+
+def test_two_zero2_processes_follow_one_with_the_whole_batch(tmp_path: Path) -> None:
+    """By the shipped configuration, put on CPUs; DeepSpeed compiles an extension the first time, which takes a minute.
+
+    Trainer drops an optimizer that it is handed when DeepSpeed is on; BFTSFTTrainer makes its own, with a group for tau and Q.
+    """
+    pytest.importorskip(
+        "deepspeed",
+        reason="deepspeed is not installed: DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed ninja",
+    )
+    config = yaml.safe_load((CONFIGS / "deepspeed_zero2.yaml").read_text())
+    config |= {"use_cpu": True, "num_processes": 2, "mixed_precision": "no"}
+    (tmp_path / "zero2.yaml").write_text(yaml.safe_dump(config))
+    launcher = ["accelerate.commands.launch", "--config_file", str(tmp_path / "zero2.yaml"), "--main_process_port", "0"]
+    launch(*launcher, "-m", "distributed.ddp", str(tmp_path), "sft", DS_ACCELERATOR="cpu")
+    one, two = ddp.train("sft", 1, tmp_path), torch.load(tmp_path / "results.pt")["sft"]
+    assert two["processes"] == 2
+    assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
+    assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
+    torch.testing.assert_close(two["parameters"], one["parameters"], rtol=0, atol=1e-4)
+    for key, start in one["start"].items():
+        assert (two["parameters"][key] - start).abs().max() > 1e-2, key
 
 
 def test_refusal_of_reentrant_checkpointing_names_every_way_out(tiny_llama: Callable[..., Any]) -> None:

@@ -91,19 +91,20 @@ def train(name: str, processes: int, folder: Path, unused: bool = False) -> dict
     }
 
 
-def main(folder: Path) -> None:
-    """Run every job as one of two processes; rank 0 saves the results. The last job has an unused parameter."""
+def main(folder: Path, *names: str) -> None:
+    """Run jobs as one of two processes; rank 0 saves the results. Without names all, and one with an unused parameter."""
     torch.set_num_threads(1)
-    results = {name: train(name, 2, folder) for name in JOBS}
-    try:
-        train("default", 2, folder, unused=True)
-        results["unused"] = {"error": ""}
-    except RuntimeError as error:
-        results["unused"] = {"error": str(error)}
+    results = {name: train(name, 2, folder) for name in names or JOBS}
+    if not names:
+        try:
+            train("default", 2, folder, unused=True)
+            results["unused"] = {"error": ""}
+        except RuntimeError as error:
+            results["unused"] = {"error": str(error)}
     if torch.distributed.get_rank() == 0:
         torch.save(results, folder / "results.pt")
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
