@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import BFTConfig
 
@@ -59,16 +59,16 @@ def residual_variance(
         sum_j w_tj |v_j|^2 / D - |e_t|^2 / D, or sum_j w_tj v_j^2 - e_t^2; shaped as `second_moment`, never negative.
     """
     if granularity == "token":
-        explained = torch.linalg.vecdot(estimate, estimate) / estimate.shape[-1]
+        norm = torch.linalg.vector_norm(estimate, dim=-1, dtype=second_moment.dtype)
+        explained = norm * norm / estimate.shape[-1]
     else:
-        explained = estimate.square()
+        explained = estimate.to(second_moment.dtype).square()
     return (second_moment - explained).clamp_min(0)
 
 
 def relative_variance(residual_variance: Tensor, second_moment: Tensor) -> Tensor:
     """RSS as the unexplained share of the value power, in [0, 1]; 0 where there is no power ("relative" units)."""
-    powered = second_moment > 0
-    return torch.where(powered, residual_variance / torch.where(powered, second_moment, 1), 0)
+    return residual_variance / second_moment.masked_fill(second_moment <= 0, torch.inf)
 
 
 def estimate_variance(
@@ -88,13 +88,14 @@ def estimate_variance(
         prior_variance: s0^2, a number or (batch, token, head).
         prior_degrees_of_freedom: nu0 > 0.
     """
-    square_sum = 1 / effective_sample_size
+    square_sum = effective_sample_size.reciprocal()
     if residual_variance.ndim > square_sum.ndim:
         square_sum = square_sum.unsqueeze(-1)
         if isinstance(prior_variance, Tensor):
             prior_variance = prior_variance.unsqueeze(-1)
     nu0 = prior_degrees_of_freedom
-    numerator = residual_variance + nu0 * prior_variance * square_sum
+    prior = square_sum * prior_variance if isinstance(prior_variance, Tensor) or prior_variance != 1 else square_sum
+    numerator = torch.add(residual_variance, prior, alpha=nu0)
     if nu0 != 1:
         numerator = numerator / (1 + (nu0 - 1) * square_sum)
     return numerator * square_sum
@@ -172,10 +173,10 @@ def observe(
     combined = combined.clamp_min(SMALLEST_VARIANCE)
     # A masked row has no weights: its zeros stand for nothing, and dividing by them would put a NaN into the gradient.
     if visible is None:
-        precision = 1 / combined
+        precision = combined.reciprocal()
     else:
         seen = visible if combined.ndim == 2 else visible.unsqueeze(-1)
-        precision = torch.where(seen, 1 / torch.where(seen, combined, 1), 0)
+        precision = torch.where(seen, torch.where(seen, combined, 1).reciprocal(), 0)
     return Observation(precision, residual, effective_sample_size)
 
 
@@ -219,10 +220,11 @@ def probe_effective_sample_size(
         projections: sum_j w_j r_jm for each probe m.
         num_keys: how many keys are visible, S: sum_j w_j^2 lies in [1/S, 1]. A number, or broadcastable to the result.
     """
-    square_sum = projections.square().mean(-1).clamp_max(1)
+    norm = torch.linalg.vector_norm(projections, dim=-1)
+    square_sum = norm * norm / projections.shape[-1]
     if isinstance(num_keys, Tensor):
-        return 1 / square_sum.maximum(1 / num_keys.to(projections.dtype))
-    return 1 / square_sum.clamp_min(1 / num_keys)
+        return square_sum.clamp_max(1).maximum(num_keys.to(projections.dtype).reciprocal()).reciprocal()
+    return square_sum.clamp(1 / num_keys, 1).reciprocal()
 
 
 # --- 2 Update: the residual connection as a Kalman update --------------------------------------------------------------
@@ -234,10 +236,11 @@ def update(lam: Tensor, observation_precision: Tensor) -> tuple[Tensor, Tensor]:
     return observation_precision / updated, updated
 
 
-CACHED_ROWS = 64
-"""Tokens whose FFN activations are worked on together on a CPU: 64 x 1536 float32 numbers are 400 kB."""
-
 # --- 3 Predict: the FFN as a dynamics model ----------------------------------------------------------------------------
+
+
+CACHED_ROWS = 256
+"""Tokens whose FFN activations are worked on together on a CPU: 256 x 1536 float32 numbers are 1.5 MB."""
 
 
 def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor | float) -> Tensor:
@@ -248,8 +251,8 @@ def predict(lam: Tensor, jacobian: Tensor | float, process_noise: Tensor | float
         jacobian: J, the diagonal of df/dh of the FFN f (its mean with "token"), shaped as `lam`; 0 without an FFN.
         process_noise: Q > 0, (1,) or (channel,).
     """
-    growth = (1 + jacobian) ** 2
-    return lam / (growth + process_noise * lam)
+    growth = 1 + jacobian
+    return lam / (growth * growth + process_noise * lam)
 
 
 def gated_jacobian_coefficients(
@@ -279,6 +282,7 @@ def gated_jacobian(
     gate_coefficients: Float[Tensor, "ffn ..."],
     up_coefficients: Float[Tensor, "ffn ..."],
     inverse_rms: Float[Tensor, "batch token"],
+    activated: Float[Tensor, "batch token ffn"] | None = None,
 ) -> Float[Tensor, "batch token ..."]:
     """Diagonal of d/dh W_d (act(W_g x) * (W_u x)), x = g h / rms with rms held fixed, or its mean over channels; exact.
 
@@ -291,21 +295,32 @@ def gated_jacobian(
         gate_coefficients: the first result of `gated_jacobian_coefficients`; J has its dtype.
         up_coefficients: the second.
         inverse_rms: 1 / rms of the norm's input.
+        activated: act(z), if the FFN has it already; read where it has J's dtype.
 
     Returns:
         (batch, token), or (batch, token, channel) with the coefficients of "channel".
     """
     dtype = gate_coefficients.dtype
 
-    def rows(gate: Tensor, up: Tensor) -> Tensor:
-        activated, slope = value_and_slope(activation, gate.to(dtype))
-        return (slope * up.to(dtype)) @ gate_coefficients + activated @ up_coefficients
+    def rows(gate: Tensor, up: Tensor, activated: Tensor | None = None) -> Tensor:
+        gate, up = gate.to(dtype), up.to(dtype)
+        if is_silu(activation) and not torch.is_grad_enabled():
+            # act'(z) u in one pass, through which autograd could not go.
+            through_gate = torch.ops.aten.silu_backward(up, gate)
+            activated = nn.functional.silu(gate) if activated is None else activated
+        else:
+            activated, slope = value_and_slope(activation, gate)
+            through_gate = slope * up
+        return through_gate @ gate_coefficients + activated @ up_coefficients
 
+    parts = [gate, up]
+    if activated is not None and activated.dtype == dtype:  # a rounded activation would round J
+        parts.append(activated)
     if torch.is_grad_enabled() or gate.device.type != "cpu" or gate.shape[:-1].numel() <= CACHED_ROWS:
-        diagonal = rows(gate, up)
+        diagonal = rows(*parts)
     else:
         # A few rows at a time stay in a core's cache from one elementwise step to the next.
-        blocks = zip(gate.flatten(0, -2).split(CACHED_ROWS), up.flatten(0, -2).split(CACHED_ROWS), strict=True)
+        blocks = zip(*(part.flatten(0, -2).split(CACHED_ROWS) for part in parts), strict=True)
         diagonal = torch.cat([rows(*block) for block in blocks]).unflatten(0, gate.shape[:-1])
     return diagonal * (inverse_rms if diagonal.ndim == inverse_rms.ndim else inverse_rms.unsqueeze(-1))
 
@@ -329,4 +344,4 @@ def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
     """Whether an activation is SiLU, as a function or a module of torch's or of transformers'."""
-    return activation is torch.nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
+    return activation is nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
