@@ -76,33 +76,40 @@ def _probe_weight(module: nn.Module) -> Tensor:
         module.train(training)
 
 
-def weight_state(module: nn.Module) -> tuple[Any, ...]:
+class WeightState:
     """What tells that `effective_weight(module)` may differ from before, as far as the module shows it.
 
-    A weak reference equals another as long as both are alive and of the same tensor: a new tensor may come to stand at the
-    address, and get the id, of one that was freed.
+    Tensors are known by weak references: a new one may come to stand at the address, and get the id, of one that was freed.
     """
-    if type(module) is nn.Linear:
-        weight = module.weight
-        return _Identity(weight), weight.data_ptr(), weight._version
-    tensors = tuple((_Identity(tensor), tensor.data_ptr(), tensor._version) for tensor in module.parameters())
-    if not hasattr(module, "get_base_layer"):
-        return tensors
+
+    def __init__(self, module: nn.Module) -> None:
+        self.tensors = [(weakref.ref(tensor), tensor.data_ptr(), tensor._version) for tensor in _tensors(module)]
+        self.adapters = _adapters(module)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether `module` still shows this state."""
+        tensors = _tensors(module)
+        if len(tensors) != len(self.tensors) or self.adapters != _adapters(module):
+            return False
+        for tensor, (reference, address, version) in zip(tensors, self.tensors, strict=True):
+            if reference() is not tensor or tensor.data_ptr() != address or tensor._version != version:
+                return False
+        return True
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    if module._modules:
+        return list(module.parameters())
+    return [
+        tensor for tensor in module._parameters.values() if tensor is not None
+    ]  # without a walk through no children
+
+
+def _adapters(module: nn.Module) -> tuple[Any, ...] | None:
+    if not module._modules or not hasattr(module, "get_base_layer"):
+        return None
     scaling = tuple(sorted(getattr(module, "scaling", {}).items()))
-    return tensors, module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters), scaling
-
-
-class _Identity:
-    """A weak reference that compares by identity, where a tensor's own equality would compare elements."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._reference = weakref.ref(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        mine = self._reference()
-        return mine is not None and isinstance(other, _Identity) and other._reference() is mine
-
-    __hash__ = None  # type: ignore[assignment]
+    return module.disable_adapters, tuple(module.active_adapters), tuple(module.merged_adapters), scaling
 
 
 class DerivedFromWeights:
@@ -112,12 +119,12 @@ class DerivedFromWeights:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] | None = None
+        self._states: list[WeightState] | None = None
         self._value: Any = None
 
     def forget(self) -> None:
         """Drop the value."""
-        self._key = self._value = None
+        self._states = self._value = None
 
     def get(self, modules: Sequence[nn.Module], compute: Callable[[], Any], inference: bool = False) -> Any:
         """The kept value, or `compute()` without gradient when a weight of `modules` may have changed since.
@@ -133,11 +140,10 @@ class DerivedFromWeights:
                 return self._value
             with torch.no_grad():
                 return compute()
-        key = tuple(map(weight_state, modules))
-        if key != self._key:
+        if self._states is None or not all(map(WeightState.holds, self._states, modules)):
             with torch.no_grad():
                 self._value = compute()
-            self._key = key
+            self._states = [WeightState(module) for module in modules]
             _kept.add(self)
         return self._value
 
