@@ -9,8 +9,10 @@ reorder, crop and beam search.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +41,7 @@ class KrigingOutput(NamedTuple):
     """What one attention call delivered, head-wise tensors as (batch, token, head[, head_dim]).
 
     Attributes:
-        estimate: e, the kriging estimate before the output projection, without attention dropout.
+        estimate: e, the kriging estimate before the output projection, without attention dropout; in the model's dtype.
         second_moment: sum_j w_j |v_j|^2 / D, or sum_j w_j v_j^2 per head channel.
         effective_sample_size: Kish's n, (batch, token, head).
         neighbour_variance: sum_j w_j / lam_bar_j, with prior_scale "neighbours" only.
@@ -51,6 +53,13 @@ class KrigingOutput(NamedTuple):
     effective_sample_size: Tensor
     neighbour_variance: Tensor | None
     visible: Tensor | None
+
+
+class AttentionCall(Protocol):
+    """What `kriging_attention` needs to know of a call: `KrigingCall`, or the shorter one of `one_token`."""
+
+    def attend(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Widen the query, call the attention function, and keep what its output delivers."""
 
 
 class KrigingCall:
@@ -111,30 +120,31 @@ class KrigingCall:
             # Where every visible key is unreliable softmax still hands out weights of sum one: to nothing, then.
             value = value.masked_fill(self.unreliable[:, None, :, None], 0)
 
-        power = value.to(state_dtype(value))
+        dtype = state_dtype(value)
         if self.config.granularity == "token":
-            moment = (torch.linalg.vecdot(power, power) / head_dim).unsqueeze(-1)
+            norm = torch.linalg.vector_norm(value, dim=-1, keepdim=True, dtype=dtype)
+            moment = norm * norm / head_dim
         else:
-            moment = power.square()
+            moment = value.to(dtype).square()
         if value.dtype == torch.float16:
             moment = moment * HALF_MOMENT_SCALE
         extra_value = [moment]
         signs = self.estimator.channels(self.stream, self.slot, self.layers, self.position_ids, heads)
         if signs is not None:
-            extra_value.append(signs.expand(value.shape[0], -1, -1, -1))
+            extra_value.append(signs if len(signs) == len(value) else signs.expand(len(value), -1, -1, -1))
         if self.key_variance is not None:
             extra_value.append(_headwise(self.key_variance, heads))
 
         if self.key_bias is None:
             key = nn.functional.pad(key, (0, width - head_dim))
         else:
-            unit = scaling * _query_constant(scaling)
+            unit = scaling * query_constant(scaling)
             bias = self.key_bias if unit == 1 else self.key_bias / unit
-            block = nn.functional.pad(bias.to(key.dtype).unsqueeze(-1), (0, width - head_dim - 1))
-            key = torch.cat([key, block.unsqueeze(1).expand(-1, heads, -1, -1)], dim=-1)
+            zeros = self.stream.row(key, 0.0, width - head_dim - 1).expand(*key.shape[:-1], -1)
+            key = torch.cat([key, _headwise(bias.to(key.dtype), heads), zeros], dim=-1)
         used = sum(channel.shape[-1] for channel in extra_value)
         if width > head_dim + used:
-            extra_value.append(value.new_zeros(()).expand(*value.shape[:-1], width - head_dim - used))
+            extra_value.append(self.stream.row(value, 0.0, width - head_dim - used).expand(*value.shape[:-1], -1))
         return key, torch.cat([value, *(channel.to(value.dtype) for channel in extra_value)], dim=-1)
 
     def widen_query(self, query: Tensor, scaling: float) -> Tensor:
@@ -144,9 +154,44 @@ class KrigingCall:
         The other new channels are zero, since a quantised cache does not hold the key's zeros exactly.
         """
         head_dim = query.shape[-1]
-        row = query.new_zeros(self.width(head_dim) - head_dim)
-        row[0] = _query_constant(scaling)
-        return torch.cat([query, row.expand(*query.shape[:-1], -1)], dim=-1)
+        row = self.stream.row(query, query_constant(scaling), self.width(head_dim) - head_dim)
+        if query.shape[2] == 1:
+            return torch.cat([query, row.expand(*query.shape[:-1], -1)], dim=-1)
+        # Laid out by token, then head, as the family's own query: the attention's output follows, and is not copied again.
+        by_token = query.transpose(1, 2)
+        return torch.cat([by_token, row.expand(*by_token.shape[:-1], -1)], dim=-1).transpose(1, 2)
+
+    def attend(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        scaling: float,
+        dropout: float,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call an attention function on the widened query, and keep what its output delivers.
+
+        Returns:
+            The kriging estimate (batch, token, head, head_dim), and the kriging weights where the function has any.
+        """
+        head_dim = query.shape[-1]
+        query = self.widen_query(query, scaling)
+        attend = functools.partial(function, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        output, weights = attend(dropout=0.0)
+        with full_precision(output):
+            flash_positions = self.position_ids if "flash" in (module.config.bft_implementation or "") else None
+            visibility = Visibility(attention_mask, query, key, flash_positions)
+            self.output = self.read(output, query, key, visibility, scaling, head_dim)
+        if not dropout:
+            return self.output.estimate, weights
+        # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
+        output, weights = attend(dropout=dropout)
+        return output[..., :head_dim], weights
 
     def read(
         self, output: Tensor, query: Tensor, key: Tensor, visibility: Visibility, scaling: float, head_dim: int
@@ -155,8 +200,9 @@ class KrigingCall:
         dtype = state_dtype(output)
         visible_keys, visible = self.stream.visible_keys(visibility)
         sizes = [self.moment_channels(head_dim), self.estimator.num_channels, int(self.key_variance is not None)]
-        extras = output[..., head_dim : head_dim + sum(sizes)].to(dtype)
-        moment, probes, variance = extras.split(sizes, dim=-1)
+        # Splitting twice, the gradient is put together once each time; a slice of its own would fill a whole tensor with zeros.
+        estimate, extras = output.split([head_dim, output.shape[-1] - head_dim], dim=-1)
+        moment, probes, variance, _ = extras.to(dtype).split([*sizes, extras.shape[-1] - sum(sizes)], dim=-1)
         if output.dtype == torch.float16:
             moment = moment / HALF_MOMENT_SCALE
         sample_size = self.estimator.read(
@@ -169,7 +215,7 @@ class KrigingCall:
             dtype=dtype,
         )
         return KrigingOutput(
-            estimate=output[..., :head_dim].to(dtype),
+            estimate=estimate,
             second_moment=moment.squeeze(-1) if self.config.granularity == "token" else moment,
             effective_sample_size=sample_size,
             neighbour_variance=variance.squeeze(-1) if self.key_variance is not None else None,
@@ -184,14 +230,14 @@ def widened(config: BFTConfig, head_dim: int) -> int:
     return -(-values // WIDTH_MULTIPLE) * WIDTH_MULTIPLE
 
 
-def _query_constant(scaling: float) -> float:
+def query_constant(scaling: float) -> float:
     """A power of two near 1 / scaling: exact in every dtype, and the key channel holds numbers of the bias's own size."""
     return 2.0 ** round(-math.log2(scaling))
 
 
 def _headwise(per_token: Tensor, heads: int) -> Tensor:
     """(batch, token) as one channel of every head, (batch, head, token, 1)."""
-    return per_token[:, None, :, None].expand(-1, heads, -1, -1)
+    return per_token.unsqueeze(1).unsqueeze(-1).expand(-1, heads, -1, -1)
 
 
 class WideningCache:
@@ -222,7 +268,7 @@ def kriging_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    bft_call: KrigingCall | None = None,
+    bft_call: AttentionCall | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of patched layers, by transformers' interface: calls the user's own on widened inputs.
@@ -235,18 +281,10 @@ def kriging_attention(
     attend = attention_function(original, implementation)
     if bft_call is None:  # somebody runs the attention by itself, outside its decoder layer
         return attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    head_dim = query.shape[-1]
-    scaling = head_dim**-0.5 if scaling is None else scaling
-    query = bft_call.widen_query(query, scaling)
-    output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=0.0, **kwargs)
-    with full_precision(output):
-        flash_positions = bft_call.position_ids if "flash" in (implementation or "") else None
-        visibility = Visibility(attention_mask, query, key, flash_positions)
-        bft_call.output = bft_call.read(output, query, key, visibility, scaling, head_dim)
-    if dropout:
-        # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
-        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
-    return output[..., :head_dim], weights
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return bft_call.attend(
+        attend, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
 
 
 class KrigingConfig:

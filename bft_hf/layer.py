@@ -9,15 +9,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import filter
+from . import filter, one_token
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
+from .gated_ffn import JacobianReader
 from .offload import resident
+from .one_token import OneTokenCall
 from .state import BFTState, Precisions, full_precision, state_dtype
 from .stream import STREAM, Stream
 from .swap import InPlaceSubclass
@@ -34,29 +37,6 @@ class BFTAttention(InPlaceSubclass):
     @config.setter
     def config(self, config: Any) -> None:
         self.__dict__["config"] = config
-
-
-class Activations:
-    """Receives a gated FFN's pre-activations, (batch, token, ffn) each.
-
-    An object of its own, since the hooks of device_map hand copies of lists to the modules they wrap.
-    """
-
-    gate: Tensor
-    up: Tensor
-
-
-class BFTGatedFFN(InPlaceSubclass):
-    """A gated FFN that hands out its pre-activations, from which the Jacobian follows."""
-
-    bft: BFTState
-
-    def forward(self, hidden_states: Tensor, activations: Activations | None = None) -> Tensor:
-        """LlamaMLP.forward of transformers 5.24, in two statements; `activations` receives gate and up."""
-        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # type: ignore[attr-defined]
-        if activations is not None:
-            activations.gate, activations.up = gate, up
-        return self.down_proj(self.act_fn(gate) * up)  # type: ignore[attr-defined]
 
 
 class BFTDecoderLayer(InPlaceSubclass):
@@ -86,20 +66,27 @@ class BFTDecoderLayer(InPlaceSubclass):
         Raises:
             RuntimeError: the layer runs outside its model, or under reentrant checkpointing that is not the model's own.
         """
-        state, anatomy = self.bft, self.bft.architecture
-        kwargs.update(zip(self._bft_argument_names, args, strict=False))
+        modules = self._modules  # type: ignore[attr-defined]  # attributes of a module are found at ten times the price
+        state = modules["bft"]
+        anatomy = state.architecture
+        if args:
+            kwargs.update(zip(self._bft_argument_names, args, strict=False))
         stream = self._stream(kwargs.pop(STREAM, None))
+        if state.slot == 0:
+            stream.short = one_token.covers(state.config, stream, hidden_states)
         # Observe
-        attention = getattr(self, anatomy.self_attention)
+        attention = modules[anatomy.self_attention]
         with full_precision(hidden_states):
             precisions = stream.read(state.slot)
             if precisions is None:
                 precisions = state.initial_precisions(hidden_states, stream.input_ids)
                 stream.log_scale[state.slot] = state.initial_log_scale()
+            if stream.short and one_token.plain(kwargs):
+                return self._one_token_step(hidden_states, precisions[0], stream, kwargs)
             call = self._kriging_call(precisions, hidden_states, stream, kwargs)
         name = self._bft_cache_argument
         kwargs[name] = WideningCache(kwargs.pop(name, None), call, attention.scaling)
-        normed = getattr(self, anatomy.input_norm)(hidden_states)
+        normed = modules[anatomy.input_norm](hidden_states)
         update, _ = attention(hidden_states=normed, bft_call=call, **kwargs)
 
         # Update
@@ -117,15 +104,34 @@ class BFTDecoderLayer(InPlaceSubclass):
 
         # Predict
         shown = bool(stream.traces) and state.config.propagate
-        activations = Activations() if state.predicts or shown else None
-        ffn = getattr(self, anatomy.ffn)
-        output = ffn(getattr(self, anatomy.ffn_norm)(hidden_states), activations)
+        reader = self._jacobian_reader(hidden_states) if state.predicts or shown else None
+        output = modules[anatomy.ffn](modules[anatomy.ffn_norm](hidden_states), reader)
+        jacobian = None if reader is None else reader.jacobian
         with full_precision(hidden_states):
-            jacobian = None if activations is None else self._jacobian(hidden_states, ffn, activations)
             stream.write(state.slot + 1, self._predict(all_updated, jacobian))
         stream.log_scale[state.slot + 1] = state.next_log_scale()
         for trace in stream.traces:
             trace.add(state.layer_index, precisions[0], observation, gain, jacobian, updated)
+        return hidden_states + output
+
+    def _one_token_step(self, hidden_states: Tensor, lam: Tensor, stream: Stream, kwargs: dict[str, Any]) -> Tensor:
+        """The same step where `one_token` covers it."""
+        modules = self._modules  # type: ignore[attr-defined]
+        state = modules["bft"]
+        anatomy, slot = state.architecture, state.slot
+        attention = modules[anatomy.self_attention]
+        name = self._bft_cache_argument
+        key_bias = lam.log() - stream.log_scale[slot]
+        call = OneTokenCall(kwargs.get(name), state, stream, kwargs["position_ids"], key_bias, attention.scaling)
+        kwargs[name] = call
+        update, _ = attention(hidden_states=modules[anatomy.input_norm](hidden_states), bft_call=call, **kwargs)
+        gain, updated = filter.update(lam, call.variance.reciprocal())
+        scale = self._scaled(gain, stream).to(hidden_states.dtype)
+        hidden_states = torch.addcmul(hidden_states, update, scale.unsqueeze(-1))
+        reader = self._jacobian_reader(hidden_states) if state.predicts else None
+        output = modules[anatomy.ffn](modules[anatomy.ffn_norm](hidden_states), reader)
+        stream.write(slot + 1, self._predict((updated,), None if reader is None else reader.jacobian))
+        stream.log_scale[slot + 1] = state.next_log_scale()
         return hidden_states + output
 
     def _scaled(self, gain: Tensor, stream: Stream) -> Tensor:
@@ -203,13 +209,14 @@ class BFTDecoderLayer(InPlaceSubclass):
             [projection], lambda: effective_weight(projection).detach(), inference=not torch.is_grad_enabled()
         )
 
-    def _jacobian(self, hidden_states: Tensor, ffn: nn.Module, activations: Activations) -> Tensor:
+    def _jacobian_reader(self, hidden_states: Tensor) -> JacobianReader:
+        """What reads J from the FFN; the norm's scale, held fixed within J, is read from the norm's input here."""
         state, anatomy = self.bft, self.bft.architecture
-        norm = getattr(self, anatomy.ffn_norm)
+        modules = self._modules  # type: ignore[attr-defined]
+        norm, ffn = modules[anatomy.ffn_norm], modules[anatomy.ffn]
         projections = [
             getattr(ffn, name) for name in (anatomy.gate_projection, anatomy.up_projection, anatomy.down_projection)
         ]
-        differentiate = state.config.differentiate_jacobian
         dtype = state_dtype(hidden_states)
 
         def coefficients() -> tuple[Tensor, Tensor]:
@@ -218,19 +225,16 @@ class BFTDecoderLayer(InPlaceSubclass):
             return filter.gated_jacobian_coefficients(gate, up, down, scale, state.config.granularity)
 
         inference = not torch.is_grad_enabled()
-        with torch.set_grad_enabled(differentiate and not inference):
+        differentiate = state.config.differentiate_jacobian and not inference
+        with full_precision(hidden_states), nullcontext() if inference else torch.set_grad_enabled(differentiate):
             if differentiate:
-                gate_coefficients, up_coefficients = coefficients()
+                derived = coefficients()
             else:
-                gate_coefficients, up_coefficients = state.coefficients.get(
-                    [*projections, norm], coefficients, inference
-                )
-            square_norm = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=dtype).square()
-            inverse_rms = torch.rsqrt(square_norm / hidden_states.shape[-1] + getattr(norm, anatomy.norm_epsilon))
-            activation = getattr(ffn, anatomy.activation)
-            return filter.gated_jacobian(
-                activations.gate, activations.up, activation, gate_coefficients, up_coefficients, inverse_rms
-            )
+                derived = state.coefficients.get([*projections, norm], coefficients, inference)
+            length = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=dtype)
+            epsilon = getattr(norm, anatomy.norm_epsilon)
+            inverse_rms = torch.rsqrt(length * length / hidden_states.shape[-1] + epsilon)
+        return JacobianReader(derived, inverse_rms, differentiate)
 
 
 def _checkpoint(

@@ -11,7 +11,8 @@ from torch import nn
 from .architectures import Architecture, find_base_model
 from .compat import forget_static_cache
 from .config import BFTConfig
-from .layer import BFTAttention, BFTDecoderLayer, BFTGatedFFN
+from .gated_ffn import BFTGatedFFN
+from .layer import BFTAttention, BFTDecoderLayer
 from .methods import override_methods, restore_methods
 from .offload import execution_device, has_foreign_forward, rebind_forward
 from .state import BFTState

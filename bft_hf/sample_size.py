@@ -26,12 +26,14 @@ class Probe:
     ) -> Tensor:
         """Signs (batch, head, token, num_channels) to append to the values; those of all layers are made at once."""
         if stream.signs is None:
-            stream.signs = probe_signs(layers, position_ids, num_heads, self.num_channels).to(torch.int8)
+            signs = probe_signs(layers, position_ids, num_heads, self.num_channels)
+            # Those of a prompt for all layers would weigh something; those of one token need no conversion a layer.
+            stream.signs = signs if position_ids.shape[-1] == 1 else signs.to(torch.int8)
         return stream.signs[slot]
 
-    def read(self, projections: Tensor, visible_keys: Tensor, **_: Any) -> Tensor:
+    def read(self, projections: Tensor, visible_keys: Tensor | int, **_: Any) -> Tensor:
         """n (batch, token, head) from what the sign channels came back as, (batch, token, head, num_channels)."""
-        return probe_effective_sample_size(projections, visible_keys.unsqueeze(-1))
+        return probe_effective_sample_size(projections, _by_head(visible_keys))
 
 
 class Exact:
@@ -45,7 +47,7 @@ class Exact:
     def read(
         self,
         projections: Tensor,
-        visible_keys: Tensor,
+        visible_keys: Tensor | int,
         *,
         query: Tensor,
         key: Tensor,
@@ -56,10 +58,17 @@ class Exact:
         """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
         square_sum = _SquareSum.apply(query, key, visibility, scaling, dtype).transpose(1, 2)
         # Rows that see nothing have no weights; their count stands as 1.
-        return 1 / torch.maximum(square_sum, 1 / visible_keys.unsqueeze(-1))
+        visible_keys = _by_head(visible_keys)
+        if isinstance(visible_keys, Tensor):
+            return square_sum.maximum(visible_keys.reciprocal()).reciprocal()
+        return square_sum.clamp_min(1 / visible_keys).reciprocal()
 
 
 ESTIMATORS: dict[str, Probe | Exact] = {"probe": Probe(), "exact": Exact()}
+
+
+def _by_head(visible_keys: Tensor | int) -> Tensor | int:
+    return visible_keys.unsqueeze(-1) if isinstance(visible_keys, Tensor) else visible_keys
 
 
 class _SquareSum(torch.autograd.Function):

@@ -11,6 +11,7 @@ from .visibility import Visibility
 
 if TYPE_CHECKING:
     from .calibration import Calibration
+    from .one_token import SharedByLayers
     from .state import Precisions
     from .tracing import Trace
 
@@ -30,10 +31,11 @@ class Stream:
 
     Attributes:
         log_scale: by slot, about the size of log lam_bar there: a constant of the parameters, by which key biases are shifted.
-        signs: the probes' signs in all patched layers, int8, (layer, batch or 1, kv_head, token, probe).
+        signs: the probes' signs in all patched layers, (layer, batch or 1, kv_head, token, probe).
         grad_enabled: whether the pass began with gradients.
         in_checkpoint: whether a layer runs within the model's own activation checkpointing.
         calibration: measures the gains of the pass while `calibrate` runs it.
+        short: whether `one_token` covers the pass, and `shared`, what its layers share there.
     """
 
     def __init__(
@@ -47,8 +49,11 @@ class Stream:
         self.grad_enabled = torch.is_grad_enabled()
         self.in_checkpoint = False
         self.calibration: Calibration | None = None
+        self.short = False
+        self.shared: SharedByLayers | None = None
         self._slots: dict[int, Precisions] = {}
-        self._visible: tuple[Visibility, tuple[Tensor, Tensor | None]] | None = None
+        self._rows: dict[tuple[Any, ...], Tensor] = {}
+        self._visible: tuple[Visibility, tuple[Tensor | int, Tensor | None]] | None = None
 
     def for_checkpoint(self, slot: int, precisions: Precisions) -> Stream:
         """A stream for one layer that runs, now or again, within the model's own activation checkpointing."""
@@ -76,11 +81,21 @@ class Stream:
         """rho of the pass's own tokens, (batch, token)."""
         return None if self.token_reliability is None else self.token_reliability[:, -tokens:]
 
-    def visible_keys(self, visibility: Visibility) -> tuple[Tensor, Tensor | None]:
+    def row(self, like: Tensor, first: float, width: int) -> Tensor:
+        """(width,), `first` and then zeros, of the dtype and on the device of `like`; made once for all layers."""
+        key = like.dtype, like.device, first, width
+        if key not in self._rows:
+            self._rows[key] = like.new_zeros(width)
+            if first:
+                self._rows[key][0] = first
+        return self._rows[key]
+
+    def visible_keys(self, visibility: Visibility) -> tuple[Tensor | int, Tensor | None]:
         """How many reliable keys each query sees; counted once for all layers that share a mask.
 
         Returns:
-            The count, (batch or 1, token), as a number from 1; and whether it really is one at least, None if always.
+            The count, (batch or 1, token), as a number from 1, one int where every query sees every key; and whether it really
+            is one at least, None if always.
         """
         if self._visible is not None and self._visible[0] == visibility:
             return self._visible[1]
@@ -90,6 +105,8 @@ class Stream:
             reliable = self.token_reliability[:, -visibility.keys :] > 0
             reliable = nn.functional.pad(reliable, (0, visibility.keys - reliable.shape[1]))
         count = visibility.count(reliable)
+        if isinstance(count, int):
+            return count, None
         seen = None if visibility.attention_mask is None and reliable is None else count > 0
         visible = count.clamp_min(1).to(torch.float32), seen
         self._visible = (visibility, visible)

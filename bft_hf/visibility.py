@@ -63,18 +63,17 @@ class Visibility:
             seen = seen & (self.documents[:, rows, None] == self.documents[:, None])
         return seen
 
-    def count(self, reliable: Tensor | None) -> Tensor:
-        """How many keys each query sees, (batch or 1, token); of the reliable ones, (batch, key), if given."""
+    def count(self, reliable: Tensor | None) -> Tensor | int:
+        """How many keys each query sees, (batch or 1, token); of the reliable ones, (batch, key), if given.
+
+        One token that sees everything is counted without a tensor.
+        """
         mask = self.attention_mask
         if isinstance(mask, Tensor) and mask.ndim == 4:
             visible = mask_to_bool(mask, self.keys)
             return (visible if reliable is None else visible & reliable[:, None, None]).sum(-1)[:, 0]
         if mask is None and self.tokens == 1:
-            return (
-                torch.full((1, 1), self.keys, device=self.device)
-                if reliable is None
-                else reliable.sum(-1, keepdim=True)
-            )
+            return self.keys if reliable is None else reliable.sum(-1, keepdim=True)
         if mask is None and not self.flash:
             # No mask means plain causal attention over keys that begin with these tokens (also in a static cache).
             if reliable is None:
