@@ -2,11 +2,14 @@
 
     python benchmarks/overhead.py --quick                          # two minutes, as CI runs it
     python benchmarks/overhead.py --output build/overhead          # SmolLM2-135M's shapes on a CPU
-    python benchmarks/overhead.py --device cuda --dtype bfloat16 --model tinyllama --output build/overhead-cuda
+    python benchmarks/overhead.py --profile decode:1x512           # by operation: where the extra time goes
+    python benchmarks/overhead.py --lengths prefill --output build/lengths     # the ratio over sequence length, drawn
 
-Weights are random (the arithmetic does not know), shapes are the real models'. Each row: training step (forward, backward,
-AdamW), prefill, or one decoded token with a cache; medians of `--repeats` pairs and the quartiles of the pairs' ratios. Peak
-memory is that of a process of its own for each arm: the resident set on a CPU, torch's allocator on a GPU.
+Weights are random, shapes are the real models'. Each row: training step (forward, backward, AdamW; full or LoRA), prefill, or
+one decoded token with a cache: medians of `--repeats` pairs and the quartiles of the pairs' ratios. On a machine that is
+shared, `--clock cpu --threads 1` counts the time that the process had, not what it waited for. Peak memory is what the
+allocator held at most in a training step, weights and optimizer included: from torch's profiler on a CPU, where the number
+repeats to the byte, and from the allocator itself on a GPU.
 """
 
 from __future__ import annotations
@@ -14,54 +17,37 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import platform
-import resource
 import statistics
-import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
+from workloads import DECODED, add_model_arguments, build, stepper
 
 import bft_hf
 from bft_hf import BFTConfig
 
-MODELS: dict[str, dict[str, Any]] = {
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 8192,
-    },
-    "tinyllama": {
-        "vocab_size": 32000,
-        "hidden_size": 2048,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 22,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8192,
-    },
-}
+KINDS = ("train", "lora", "prefill", "decode")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def main() -> None:
     """Measure, print a table and write it with the raw numbers."""
     arguments = parse()
     torch.manual_seed(0)
-    if arguments.memory_of:
-        print(json.dumps(peak_memory(arguments)))
+    warnings.filterwarnings("ignore", category=FutureWarning)  # how a cache is named differs between versions
+    if arguments.profile:
+        print(operations(arguments, *arguments.profile))
         return
-    rows = [measure(arguments, kind, batch, tokens) for kind, batch, tokens in cases(arguments)]
-    rows += [memory_row(arguments, batch, tokens) for batch, tokens in arguments.memory]
+    rows = [measure(arguments, kind, *shape) for kind in KINDS for shape in getattr(arguments, kind)]
+    rows += [memory_row(arguments, *shape) for shape in arguments.memory]
     facts = facts_of(arguments)
     text = table(rows) + "\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()) + "\n"
     print(text)
@@ -69,163 +55,95 @@ def main() -> None:
         arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "overhead.md").write_text(text)
         (arguments.output / "overhead.json").write_text(json.dumps({"rows": rows, "facts": facts}, indent=1) + "\n")
+        draw(rows, arguments.output / "ratio_by_length.svg")
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    shape = lambda text: tuple(map(int, text.split("x")))  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="smollm2")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--attention", default="sdpa")
+    add_model_arguments(parser)
+    parser.add_argument("--train", type=_shape, nargs="*", default=[(2, 512), (1, 2048)], help="batch x tokens")
+    parser.add_argument("--lora", type=_shape, nargs="*", default=[(2, 512)], help="LoRA on all projections")
+    parser.add_argument("--prefill", type=_shape, nargs="*", default=[(2, 512), (1, 2048), (1, 8192)])
+    parser.add_argument("--decode", type=_shape, nargs="*", default=[(1, 512), (8, 512)], help="batch x cached tokens")
+    parser.add_argument("--memory", type=_shape, nargs="*", default=[(2, 512)], help="of a training step")
     parser.add_argument(
-        "--config", type=json.loads, default={}, help='BFTConfig fields as JSON: {"granularity": "channel"}'
+        "--lengths",
+        nargs="*",
+        choices=KINDS,
+        default=[],
+        help="kinds to measure, alone, at 256 to 8192 tokens of one row",
     )
-    parser.add_argument("--train", type=shape, nargs="*", default=[(2, 512), (1, 2048)], help="batch x tokens")
-    parser.add_argument(
-        "--lora", type=shape, nargs="*", default=[(2, 512)], help="the same with LoRA on all projections"
-    )
-    parser.add_argument("--prefill", type=shape, nargs="*", default=[(2, 512), (1, 2048), (1, 8192)])
-    parser.add_argument(
-        "--decode", type=shape, nargs="*", default=[(1, 512), (8, 512)], help="batch x tokens in the cache"
-    )
-    parser.add_argument("--memory", type=shape, nargs="*", default=[(2, 512)])
+    parser.add_argument("--profile", type=_case, help="print where one case's extra time goes: train:2x512")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--quick", action="store_true", help="few layers and repeats: a smoke test with a table")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--memory-of", choices=["plain", "patched"], help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, help="folder for overhead.md, overhead.json and ratio_by_length.svg")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.layers, arguments.repeats = arguments.layers or 3, 3
         arguments.train, arguments.lora, arguments.prefill, arguments.decode = [(1, 256)], [], [(1, 512)], [(1, 256)]
-        arguments.memory = []
+        arguments.memory = [(1, 256)]
+    if arguments.lengths:
+        arguments.train = arguments.lora = arguments.prefill = arguments.decode = arguments.memory = []
+        for kind in arguments.lengths:
+            setattr(arguments, kind, [(1, tokens) for tokens in (256, 512, 1024, 2048, 4096, 8192)])
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     return arguments
 
 
-def cases(arguments: argparse.Namespace) -> list[tuple[str, int, int]]:
-    """Everything to time, as (kind, batch, tokens)."""
-    kinds = ("train", "lora", "prefill", "decode")
-    return [(kind, *shape) for kind in kinds for shape in getattr(arguments, kind)]
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split("x")))
 
 
-def build(arguments: argparse.Namespace, kind: str, patched: bool) -> Any:
-    """A model with random weights, ready for a kind of step."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    fields = MODELS[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
-    config = LlamaConfig(**fields, attn_implementation=arguments.attention)
-    with torch.device(arguments.device):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(getattr(torch, arguments.dtype))
-    if patched:
-        bft_hf.patch(model, BFTConfig(**arguments.config))
-    if kind == "lora":
-        from peft import LoraConfig, get_peft_model
-
-        projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        ours = ["bft"] if patched else None
-        model = get_peft_model(model, LoraConfig(r=16, target_modules=projections, modules_to_save=ours))
-    return model.train(kind in ("train", "lora"))
-
-
-def stepper(arguments: argparse.Namespace, kind: str, batch: int, tokens: int, patched: bool) -> Callable[[], None]:
-    """A function that does one step of a kind, and waits for it."""
-    model = build(arguments, kind, patched)
-    ids = torch.randint(3, model.config.vocab_size, (batch, tokens), device=arguments.device)
-    wait = torch.cuda.synchronize if arguments.device.startswith("cuda") else lambda: None
-    if kind in ("train", "lora"):
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5)
-
-        def step() -> None:
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            wait()
-
-    elif kind == "prefill":
-
-        @torch.no_grad()
-        def step() -> None:
-            model(ids, use_cache=False, logits_to_keep=1)
-            wait()
-
-    else:
-        from transformers import DynamicCache
-
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            model(ids, past_key_values=cache, logits_to_keep=1)
-
-        @torch.no_grad()
-        def step() -> None:
-            for _ in range(8):
-                model(ids[:, -1:], past_key_values=cache)
-            cache.crop(-8)
-            wait()
-
-    return step
+def _case(text: str) -> tuple[Any, ...]:
+    kind, shape = text.split(":")
+    return kind, *_shape(shape)
 
 
 def measure(arguments: argparse.Namespace, kind: str, batch: int, tokens: int) -> dict[str, Any]:
-    """Time both arms, one after the other, again and again."""
+    """Time both arms, one after the other, again and again; which goes first changes, so that a drift cancels."""
+    clock = CLOCKS[arguments.clock]
     steps = [stepper(arguments, kind, batch, tokens, patched) for patched in (False, True)]
     for step in steps * 2:
         step()
     times: list[list[float]] = [[], []]
-    for _ in range(arguments.repeats):
-        for step, seconds in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            step()
-            seconds.append(time.perf_counter() - start)
+    for repeat in range(arguments.repeats):
+        for arm in (0, 1) if repeat % 2 else (1, 0):
+            start = clock()
+            steps[arm]()
+            times[arm].append((clock() - start) / (DECODED if kind == "decode" else 1))
     ratios = sorted(patched / plain for plain, patched in zip(*times, strict=True))
     quartiles = statistics.quantiles(ratios, n=4)
-    scale = 8 if kind == "decode" else 1
     row = {
         "what": kind,
         "batch": batch,
         "tokens": tokens,
-        "plain": statistics.median(times[0]) / scale,
-        "patched": statistics.median(times[1]) / scale,
+        "plain": statistics.median(times[0]),
+        "patched": statistics.median(times[1]),
         "ratio": statistics.median(ratios),
         "quartiles": [quartiles[0], quartiles[2]],
-        "repeats": arguments.repeats,
+        "seconds": {"plain": times[0], "patched": times[1]},
     }
     print(f"{kind} {batch}x{tokens}: {row['ratio']:.3f} ({quartiles[0]:.3f} to {quartiles[2]:.3f})", file=sys.stderr)
     return row
 
 
-def peak_memory(arguments: argparse.Namespace) -> int:
-    """Peak bytes of this process over three training steps."""
-    ((batch, tokens),) = arguments.memory
-    step = stepper(arguments, "train", batch, tokens, arguments.memory_of == "patched")
-    for _ in range(3):
-        step()
-    if arguments.device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def memory_row(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str, Any]:
-    """Peak memory of a training step, each arm in a process of its own."""
-    command = [sys.executable, __file__, "--model", arguments.model, "--device", arguments.device]
-    command += [
-        "--dtype",
-        arguments.dtype,
-        "--attention",
-        arguments.attention,
-        "--config",
-        json.dumps(arguments.config),
-    ]
-    command += ["--memory", f"{batch}x{tokens}"] + (["--layers", str(arguments.layers)] if arguments.layers else [])
+    """Peak memory of a training step in both arms, the second step, when the optimizer has its state."""
     peaks = {}
     for arm in ("plain", "patched"):
-        output = subprocess.run([*command, "--memory-of", arm], capture_output=True, text=True, check=True).stdout
-        peaks[arm] = json.loads(output.splitlines()[-1])
+        step = stepper(arguments, "train", batch, tokens, arm == "patched")
+        if arguments.device.startswith("cuda"):
+            step()
+            torch.cuda.reset_peak_memory_stats()
+            step()
+            peaks[arm] = torch.cuda.max_memory_allocated()
+        else:
+            peaks[arm] = cpu_peak(step)
+        del step
+    print(f"memory {batch}x{tokens}: {peaks['patched'] / peaks['plain']:.3f}", file=sys.stderr)
     return {
         "what": "peak memory",
         "batch": batch,
@@ -233,6 +151,55 @@ def memory_row(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[s
         **peaks,
         "ratio": peaks["patched"] / peaks["plain"],
     }
+
+
+def cpu_peak(step: Callable[[], None]) -> int:
+    """Most bytes that torch's CPU allocator held in two steps, beyond those held before the model's first step, in the second.
+
+    Both steps are profiled: what the first one leaves behind (the optimizer's state) is held in the second.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step()
+        step()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()) if event.name() == "[memory]"]
+    held = peak = 0
+    for change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def operations(arguments: argparse.Namespace, kind: str, batch: int, tokens: int, count: int = 25) -> str:
+    """Own time and calls of every operation, both arms and their difference, those with the largest difference first."""
+    own: list[dict[str, tuple[float, int]]] = []
+    for patched in (False, True):
+        step = stepper(arguments, kind, batch, tokens, patched)
+        for _ in range(3):
+            step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(arguments.repeats):
+                step()
+        scale = arguments.repeats * (DECODED if kind == "decode" else 1)
+        averages = profiler.key_averages()
+        own.append({a.key: (a.self_cpu_time_total / scale, round(a.count / scale)) for a in averages})
+        del step
+    plain, patched_ = own
+    names = sorted({*plain, *patched_}, key=lambda name: plain.get(name, (0, 0))[0] - patched_.get(name, (0, 0))[0])
+    lines = [
+        "| operation | plain us | calls | patched us | calls | difference us |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name in names[:count]:
+        (a, calls_a), (b, calls_b) = plain.get(name, (0.0, 0)), patched_.get(name, (0.0, 0))
+        lines.append(f"| `{name}` | {a:.0f} | {calls_a} | {b:.0f} | {calls_b} | {b - a:+.0f} |")
+    totals = [sum(value[0] for value in arm.values()) for arm in own]
+    calls = [sum(value[1] for value in arm.values()) for arm in own]
+    lines.append(
+        f"| all | {totals[0]:.0f} | {calls[0]} | {totals[1]:.0f} | {calls[1]} | {totals[1] - totals[0]:+.0f} |"
+    )
+    return "\n".join(lines) + "\n"
 
 
 def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -245,12 +212,15 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
     new = sum(parameter.numel() for parameter in bft_hf.bft_parameters(model).values())
     import transformers
 
+    machine = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine()
+    kernels = ", Liger" if arguments.liger else ""
     return {
-        "model": f"{arguments.model}, {model.config.num_hidden_layers} layers, {arguments.dtype}, {arguments.attention}",
+        "model": f"{arguments.model}, {model.config.num_hidden_layers} layers, {arguments.dtype}, {arguments.attention}{kernels}",
         "settings": copy.deepcopy(arguments.config) or "default",
         "new parameters": f"{new} of {total} ({new / total:.2e})",
         "time to patch": f"{seconds * 1e3:.0f} ms",
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {arguments.device}",
+        "machine": f"{machine}, {torch.get_num_threads()} threads of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}",
+        "time": f"{arguments.clock} clock, median of {arguments.repeats} pairs",
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
 
@@ -270,6 +240,26 @@ def table(rows: list[dict[str, Any]]) -> str:
         shape = f"{row['batch']} x {row['tokens']}"
         lines.append(f"| {row['what']} | {shape} | {shown[0]} | {shown[1]} | {row['ratio']:.3f} | {spread} |")
     return "\n".join(lines) + "\n"
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The ratio over sequence length, one line a kind that was measured at three lengths or more."""
+    by_kind = {kind: sorted((row["tokens"], row) for row in rows if row["what"] == kind) for kind in KINDS}
+    by_kind = {kind: found for kind, found in by_kind.items() if len({tokens for tokens, _ in found}) > 2}
+    if not by_kind:
+        return
+    from matplotlib.figure import Figure
+
+    axes = Figure(figsize=(5, 3.2), layout="constrained").subplots()
+    for kind, found in by_kind.items():
+        tokens = [at for at, _ in found]
+        axes.plot(tokens, [row["ratio"] for _, row in found], marker="o", label=kind)
+        axes.fill_between(tokens, *zip(*(row["quartiles"] for _, row in found), strict=True), alpha=0.2)
+    axes.axhline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="tokens", ylabel="patched / plain")
+    axes.legend()
+    axes.figure.savefig(path)
 
 
 if __name__ == "__main__":
