@@ -35,54 +35,71 @@ class Moments(NamedTuple):
     visible: Bool[Tensor, "batch token"]
 
 
-def kriging_weights(
+def equal_shares(
+    visible: Bool[Tensor, "batch token key"], dtype: torch.dtype = torch.float32
+) -> Float[Tensor, "batch token key"]:
+    """One over the number of keys a query sees, at each of them: the weights of a plain mean."""
+    return visible.to(dtype) / visible.sum(-1, keepdim=True).clamp_min(1)
+
+
+def kriging_estimate(
     weights: Float[Tensor, "batch head token key"],
-    key_precision: Float[Tensor, "batch key"],
-    visible: Bool[Tensor, "batch token key"],
-) -> Float[Tensor, "batch head token key"]:
-    """a_tj lam_bar_j / (mean of lam_bar over the visible keys): equal precisions change nothing, whatever they are.
+    value: Float[Tensor, "batch head key head_dim"],
+    shares: Float[Tensor, "batch token key"],
+    key_precision: Float[Tensor, "batch key"] | None = None,
+) -> Float[Tensor, "batch head token head_dim"]:
+    """e_t = sum_j a_tj v_j with kriging weights a_tj lam_bar_j / (mean of lam_bar over the visible keys).
+
+    Equal precisions change nothing, whatever they are. lam_bar stands with the values, so no (token, key) is formed for it.
 
     Args:
-        weights: a, 0 where a key is not visible.
-        key_precision: lam_bar.
-        visible: which key a query sees.
+        weights: a before kriging, 0 where a key is not visible.
+        value: v.
+        shares: what `equal_shares` gives.
+        key_precision: lam_bar; None is 1 everywhere.
     """
-    total = visible.to(key_precision.dtype) @ key_precision.unsqueeze(-1)
-    seen = total > 0
-    share = visible.sum(-1, keepdim=True) / torch.where(seen, total, 1)
-    return weights * (key_precision.unsqueeze(-2) * share).unsqueeze(1)
+    if key_precision is None:
+        return weights @ value
+    weighed = weights @ (value * key_precision[:, None, :, None])
+    return weighed * _inverse_mean(shares, key_precision).unsqueeze(1)
 
 
 def moments(
     weights: Float[Tensor, "batch head token key"],
     value: Float[Tensor, "batch head key head_dim"],
-    visible: Bool[Tensor, "batch token key"],
+    shares: Float[Tensor, "batch token key"],
     granularity: str,
+    key_precision: Float[Tensor, "batch key"] | None = None,
 ) -> Moments:
     """Residual variance about the plain mean by the expanded square, so that no (token, key, head_dim) is formed.
 
     R = sum_j p_j v_j^2 - 2 m sum_j p_j v_j + m^2 with p_j = a_j^2 / sum a^2 and m the plain mean of the visible values.
 
     Args:
-        weights: a, or the kriging weights; 0 where a key is not visible.
+        weights: a before kriging, 0 where a key is not visible.
         value: v.
-        visible: which key a query sees.
+        shares: what `equal_shares` gives.
         granularity: "token" or "channel".
+        key_precision: lam_bar; None is 1 everywhere.
     """
-    count = visible.sum(-1, keepdim=True).clamp_min(1)
-    mean = (visible.to(value.dtype) / count).unsqueeze(1) @ value
-    square = weights.square()
-    square_sum = square.sum(-1)
+    mean = shares.unsqueeze(1) @ value
+    lam = value.new_ones(1, 1, weights.shape[-1], 1) if key_precision is None else key_precision[:, None, :, None]
+    lam = lam.expand(*value.shape[:-1], 1)
+    mass = (weights.abs() @ lam).squeeze(-1)
+    power = lam.square()
+    sums = weights.square() @ torch.cat([power * value, power * value.square(), power], dim=-1)
+    first, second, square_sum = sums.split([value.shape[-1], value.shape[-1], 1], dim=-1)
     weighty = square_sum > 0
     square_sum = torch.where(weighty, square_sum, 1)
-    first, second = (square @ torch.cat([value, value.square()], dim=-1) / square_sum.unsqueeze(-1)).chunk(2, dim=-1)
-    residual = second - 2 * mean * first + mean.square()
+    residual = (second - 2 * mean * first) / square_sum + mean.square()
     explained = mean.square()
     if granularity == "token":
         residual, explained = residual.mean(-1), explained.mean(-1)
     residual = residual.clamp_min(0)
-    mass = weights.abs().sum(-1)
+    weighty, square_sum = weighty.squeeze(-1), square_sum.squeeze(-1)
     sample_size = torch.where(weighty, mass.square() / square_sum, 1)
+    if key_precision is not None:  # a constant factor of all weights of a row: only their size knows of it
+        mass = mass * _inverse_mean(shares, key_precision).transpose(1, 2)
     return Moments(
         residual.transpose(1, 2),
         (residual + explained).transpose(1, 2),
@@ -90,6 +107,14 @@ def moments(
         mass.transpose(1, 2),
         weighty.any(1),
     )
+
+
+def _inverse_mean(
+    shares: Float[Tensor, "batch token key"], key_precision: Float[Tensor, "batch key"]
+) -> Float[Tensor, "batch token 1"]:
+    """1 / (mean of lam_bar over the visible keys); 1 where none is visible, or none is to be relied on."""
+    mean = shares @ key_precision.unsqueeze(-1)
+    return 1 / torch.where(mean > 0, mean, 1)
 
 
 def observe(

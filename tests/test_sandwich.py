@@ -26,11 +26,14 @@ def causal(tokens: int) -> Tensor:
 @bounded
 @given(st.integers(0, 1000), st.floats(1e-6, 1e6))
 def test_equal_precisions_change_no_weight(seed: int, precision: float) -> None:
-    weights = draw(seed, 2, 3, 5, 5).tril()
+    weights, shares = draw(seed, 2, 3, 5, 5).tril(), sandwich.equal_shares(causal(5), torch.float64)
+    unit = torch.eye(5, dtype=torch.float64).expand(
+        2, 3, 5, 5
+    )  # of these values the estimate is the weights themselves
     lam = torch.full((2, 5), precision, dtype=torch.float64)
-    assert_close(sandwich.kriging_weights(weights, lam, causal(5)), weights)
+    assert_close(sandwich.kriging_estimate(weights, unit, shares, lam), weights)
     lam[:, 1] *= 3
-    kriging = sandwich.kriging_weights(weights, lam, causal(5))
+    kriging = sandwich.kriging_estimate(weights, unit, shares, lam)
     odds = (kriging[..., 1] / kriging[..., 0]) / (weights[..., 1] / weights[..., 0])
     assert_close(odds[..., 1:], torch.full_like(odds[..., 1:], 3))
 
@@ -38,8 +41,12 @@ def test_equal_precisions_change_no_weight(seed: int, precision: float) -> None:
 @bounded
 @given(st.integers(0, 1000), st.sampled_from(["token", "channel"]))
 def test_moments_by_the_direct_form(seed: int, granularity: str) -> None:
-    weights, value = draw(seed, 2, 3, 5, 5).tril(), draw(seed + 1, 2, 3, 5, 4) + 2
-    moments = sandwich.moments(weights, value, causal(5), granularity)
+    plain, value, lam = draw(seed, 2, 3, 5, 5).tril(), draw(seed + 1, 2, 3, 5, 4) + 2, draw(seed + 2, 2, 5).exp()
+    shares = sandwich.equal_shares(causal(5), torch.float64)
+    moments = sandwich.moments(plain, value, shares, granularity, lam)
+    means = torch.stack([lam[:, : t + 1].mean(1) for t in range(5)], dim=1)
+    weights = plain * lam[:, None, None, :] / means[:, None, :, None]
+    assert_close(sandwich.kriging_estimate(plain, value, shares, lam), weights @ value)
     for t in range(5):
         seen, square = value[:, :, : t + 1], weights[:, :, t, : t + 1].square()
         mean = seen.mean(2, keepdim=True)
@@ -70,7 +77,7 @@ def test_equal_weights_observe_what_softmax_attention_does(granularity: str, uni
         config,
         output_weight=output_weight,
     )
-    moments = sandwich.moments(weights, value, visible, granularity)
+    moments = sandwich.moments(weights, value, sandwich.equal_shares(visible, torch.float64), granularity)
     ones = torch.ones(2, 5, 3, 4, dtype=torch.float64)
     pointwise = sandwich.observe(moments, config, ones, output_weight)
     for ours, theirs in zip(pointwise, softmax, strict=True):
@@ -86,7 +93,9 @@ def test_the_residual_variance_is_right_on_average(mean: float) -> None:
     weights = torch.tensor([0.4, -0.05, 0.3, 0.02, 0.1, 0.2], dtype=torch.float64).expand(1, 1, 6, 6)
     value = mean + 1.5 * draw(4, 1, 1, 6, 40_000)
     everything = torch.ones(1, 6, 6, dtype=torch.bool)
-    residual = sandwich.moments(weights, value, everything, "token").residual_variance
+    residual = sandwich.moments(
+        weights, value, sandwich.equal_shares(everything, torch.float64), "token"
+    ).residual_variance
     expected = torch.full_like(residual, 1.5**2 * (1 - 1 / 6))
     assert_close(residual, expected, rtol=0.02, atol=0)
 
@@ -97,7 +106,7 @@ def test_no_weight_at_all_is_no_observation() -> None:
     for granularity in ("token", "channel"):
         for units in ("relative", "absolute"):
             config = BFTConfig(granularity=granularity, observation_units=units)
-            moments = sandwich.moments(weights, value, causal(3), granularity)
+            moments = sandwich.moments(weights, value, sandwich.equal_shares(causal(3), torch.float64), granularity)
             scale = torch.ones(1, 3, 2, 4, dtype=torch.float64)
             precision = sandwich.observe(moments, config, scale, output_weight).precision
             assert (precision == 0).all()

@@ -93,14 +93,12 @@ class HSTULayer(nn.Module):
 
     def _observe(self, weights: Tensor, value: Tensor, gate: Tensor, run: Pass, step: FilterStep) -> Tensor:
         """Kriging with weights that do not sum to one; gives A V, (batch, token, channel), and `step` its observation."""
-        if step.key_precision is not None:
-            weights = sandwich.kriging_weights(weights, step.key_precision, run.visible)
-        attended = (weights @ value).transpose(1, 2).flatten(2)
-        moments = sandwich.moments(weights, value, run.visible, step.state.config.granularity)
+        shares = sandwich.equal_shares(run.visible, step.dtype)
+        attended = sandwich.kriging_estimate(weights, value, shares, step.key_precision).transpose(1, 2).flatten(2)
+        moments = sandwich.moments(weights, value, shares, step.state.config.granularity, step.key_precision)
         neighbours = None
         if step.key_variance is not None:
-            total = (weights.abs() @ step.key_variance[:, None, :, None]).squeeze(-1).transpose(1, 2)
-            neighbours = total / torch.where(moments.mass > 0, moments.mass, 1)
+            neighbours = self._neighbour_variance(weights, step)
         scale = gate * inverse_std(attended, self.attention_norm).unsqueeze(-1)
         step.observation = sandwich.observe(
             moments,
@@ -111,8 +109,20 @@ class HSTULayer(nn.Module):
         )
         if self.training and self.attention_dropout.p:
             # Dropout acts on what enters the residual, never on the statistics.
-            attended = (self.attention_dropout(weights) @ value).transpose(1, 2).flatten(2)
+            dropped = self.attention_dropout(weights)
+            attended = sandwich.kriging_estimate(dropped, value, shares, step.key_precision).transpose(1, 2).flatten(2)
         return attended
+
+    @staticmethod
+    def _neighbour_variance(weights: Tensor, step: FilterStep) -> Tensor:
+        """sum_j p_j / lam_bar_j, p_j being the kriging weights' share of their mass; (batch, token, head)."""
+        size = weights.abs()
+        if step.key_precision is not None:
+            size = size * step.key_precision[:, None, None, :]
+        total = size.sum(-1)
+        assert step.key_variance is not None
+        weighed = (size @ step.key_variance[:, None, :, None]).squeeze(-1)
+        return (weighed / torch.where(total > 0, total, 1)).transpose(1, 2)
 
 
 class HSTUForNextItem(RecommenderModel):
