@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         PAGE.write_text(fresh, encoding="utf-8")
         print(f"Written to {PAGE}")
         return int("FAILS" in fresh)
-    page = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else ""
     other, unmatched = differences(page, fresh)
     for line in other:
         print(line)

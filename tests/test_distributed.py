@@ -287,8 +287,8 @@ def test_two_zero2_processes_follow_one_with_the_whole_batch(tmp_path: Path) -> 
     assert two["losses"] == pytest.approx(one["losses"], abs=1e-4)
     assert two["norms"] == pytest.approx(one["norms"], rel=1e-4)
     torch.testing.assert_close(two["parameters"], one["parameters"], rtol=0, atol=1e-4)
-    for key, start in one["start"].items():
-        assert (two["parameters"][key] - start).abs().max() > 1e-2, key
+    # At the rate of the weights, three steps would move none of them by more than 3e-3.
+    assert max((two["parameters"][key] - start).abs().max() for key, start in one["start"].items()) > 3e-2
 
 
 def test_refusal_of_reentrant_checkpointing_names_every_way_out(tiny_llama: Callable[..., Any]) -> None:
