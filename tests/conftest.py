@@ -9,6 +9,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,13 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 def pytest_configure() -> None:
-    """One thread a process: with more, two workers on two cores wait for each other."""
+    """One thread a process: with more, two workers on two cores wait for each other.
+
+    bitsandbytes, which PEFT imports where it is installed, reports on some CPUs that an optional package is missing: not
+    something that a command under test says.
+    """
     torch.set_num_threads(1)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 @pytest.fixture(scope="session")
