@@ -120,7 +120,8 @@ def test_answers_and_likelihoods_are_those_of_an_unpadded_pass_with_reliability(
     tokenizer = byte_tokenizer()
     model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512))
     rows = with_distractors()
-    told = evaluate_answers(model, tokenizer, rows, batch_size=3, max_new_tokens=4, reliability=True, progress=False)
+    options: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 4, "progress": False}
+    told = evaluate_answers(model, tokenizer, rows, **options, reliability=True, record_uncertainty=True)
     for row, question in zip(rows, told.per_question, strict=True):
         example = tokenize_example(tokenizer, row, reliability=True)
         ids, trust = torch.tensor([example["input_ids"]]), torch.tensor([example["reliability"]])
@@ -131,10 +132,15 @@ def test_answers_and_likelihoods_are_those_of_an_unpadded_pass_with_reliability(
                 ids[:, :prompt], token_reliability=trust[:, :prompt], attention_mask=torch.ones(1, prompt).long(),
                 max_new_tokens=4, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0,
             )  # fmt: skip
+            trust = torch.nn.functional.pad(trust[:, :prompt], (0, made.shape[1] - prompt), value=1.0)
+            logits = model(made, token_reliability=trust).logits[0, prompt - 1 : -1].log_softmax(-1)
+        assert question["log_probability"] == pytest.approx(
+            logits.gather(1, made[0, prompt:, None]).sum().item(), rel=1e-4
+        )
         assert question["answer_nll"] == pytest.approx(loss, rel=1e-4)
         assert question["prediction"] == tokenizer.decode(made[0, prompt:], skip_special_tokens=True).strip()
         assert question["distractors_given"] == 2 and question["gold_truncated"] is False
-    untold = evaluate_answers(model, tokenizer, rows, batch_size=3, max_new_tokens=4, progress=False)
+    untold = evaluate_answers(model, tokenizer, rows, **options)
     assert untold.answer_nll != pytest.approx(told.answer_nll, rel=1e-3)
 
 
