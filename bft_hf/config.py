@@ -81,7 +81,9 @@ class BFTConfig:
 
     gain_scale: tuple[float, ...] | None = field(
         default=None,
-        metadata={"help": "Factor on the gain of each patched layer, as `calibrate` measures it; None is 1 everywhere."},
+        metadata={
+            "help": "Factor on the gain of each patched layer, as `calibrate` measures it; None is 1 everywhere."
+        },
     )
 
     def __post_init__(self) -> None:

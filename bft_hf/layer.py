@@ -54,6 +54,10 @@ class BFTDecoderLayer(InPlaceSubclass):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        if (
+            "_gradient_checkpointing_func" not in self.__dict__
+        ):  # as with a plain layer, until checkpointing is switched on
+            raise AttributeError("_gradient_checkpointing_func")
         return functools.partial(_checkpoint, self.bft, self.__dict__["_gradient_checkpointing_func"])
 
     @_gradient_checkpointing_func.setter

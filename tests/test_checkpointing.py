@@ -246,3 +246,13 @@ def test_two_passes_before_one_backward(use_reentrant: bool, tiny_llama: Callabl
     expected = run()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert_same(run(), expected)
+
+
+def test_without_checkpointing_a_layer_has_no_checkpointing_function_as_a_plain_one(
+    tiny_llama: Callable[..., Any],
+) -> None:
+    layer = bft_hf.patch(tiny_llama()).model.layers[0]
+    assert not hasattr(layer, "_gradient_checkpointing_func")
+    model = bft_hf.patch(tiny_llama())
+    model.gradient_checkpointing_enable()
+    assert callable(model.model.layers[0]._gradient_checkpointing_func)
