@@ -29,18 +29,18 @@ from bft_hf import BFTConfig
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 WIDTH, LAYERS, CONTEXT, BATCH, STEPS = 128, 4, 192, 12, 200
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
 
 # BFTConfig's fields where the model is patched, and what else differs from the rest: `patched` False is the plain model,
 # `output_scale` a factor on the first weights of every output projection (what a gain does that never moves).
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {"patched": False},
     "plain, half W_O": {"patched": False, "output_scale": 0.5},
-    "plain, lr 2e-3": {"patched": False, "learning_rate": 2e-3},
-    "plain, lr 5e-4": {"patched": False, "learning_rate": 5e-4},
-    "half W_O, lr 2e-3": {"patched": False, "output_scale": 0.5, "learning_rate": 2e-3},
-    "unit, lr 2e-3": {"learning_rate": 2e-3},
-    "unit, lr 5e-4": {"learning_rate": 5e-4},
+    "plain, lr 1e-3": {"patched": False, "learning_rate": 1e-3},
+    "plain, lr 4e-3": {"patched": False, "learning_rate": 4e-3},
+    "half W_O, lr 4e-3": {"patched": False, "output_scale": 0.5, "learning_rate": 4e-3},
+    "unit, lr 1e-3": {"learning_rate": 1e-3},
+    "unit, lr 4e-3": {"learning_rate": 4e-3},
     "Q 0.01": {"initial_process_noise": 0.01},
     "unit": {},
     "Q 100": {"initial_process_noise": 100.0, "initial_precision_value": 0.01},
