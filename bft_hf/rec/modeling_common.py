@@ -56,7 +56,6 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
     main_input_name = "input_ids"
     objective: ClassVar[str] = "next_item"
     layers: nn.ModuleList
-    _keep_in_fp32_modules_strict: ClassVar[set[str]] = {"bft"}
 
     def __init__(self, config: RecommenderConfig) -> None:
         super().__init__(config)
@@ -85,8 +84,7 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
         architecture = ARCHITECTURES[self.config.model_type]
         weight = self.embed_items.weight
         for slot, index in enumerate(indices):
-            with torch.device("cpu"):  # not where from_pretrained builds empty models: an MLP's start is drawn
-                state = BFTState(config, architecture, indices, slot, self.config.hidden_size, weight.shape[0])
+            state = BFTState(config, architecture, indices, slot, self.config.hidden_size, weight.shape[0])
             self.layers[index].bft = state.to(weight.device).train(self.training)
         self._bft_traces: list[Any] = []
         self._bft_config = config
