@@ -192,13 +192,19 @@ class Report:
         shared = {name: value for name, value in flags[0].items() if all(other.get(name) == value for other in flags)}
         program = str(records[0].results.get("command", "")).split(" ")[0] or "a recipe"
         words = [program, *(f"--{name} {' '.join(value)}" for name, value in shared.items())]
+        mixed = []
         lines = ["| arm | flags | seeds |", "| --- | --- | --- |"]
         for arm in self.comparison.arms:
             own = [(r, f) for r, f in zip(records, flags, strict=True) if str(r.axes.get("arm", "all")) == arm]
             texts = {" ".join(f"--{n} {' '.join(v)}" for n, v in f.items() if n not in shared) for _, f in own}
+            mixed += [arm] if len(texts) > 1 else []
             seeds = sorted({str(record.seed) for record, _ in own}, key=lambda text: (len(text), text))
             lines.append(f"| {arm} | `{'` or `'.join(sorted(texts)) or ' '}` | {', '.join(seeds)} |")
         parts = [f"{_count(len(records), 'run')} of:", f"    {' '.join(words)}", "\n".join(lines)]
+        if mixed:
+            parts.append(
+                f"**Runs of one arm have different flags ({', '.join(mixed)}): what differs by seed may be these.**"
+            )
         versions = {tuple(sorted((record.results.get("versions") or {}).items())) for record in records}
         devices = {str(record.results.get("device")) for record in records}
         if len(versions) > 1 or len(devices) > 1:

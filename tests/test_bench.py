@@ -410,3 +410,15 @@ def test_flags_of_the_shipped_grids_are_the_recipes(grid: str) -> None:
         assert {*run.flags} <= known, {*run.flags} - known
         assert run.flags["method"] in METHODS
         assert shlex.split(shlex.join(map(str, run.axes.values())))
+
+
+def test_smoke_grid_runs_and_reports(stories260k: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The real recipe, in a process of its own; one of the grid's four runs."""
+    argv = ["smoke.yaml", "--set", f"model_name_or_path={stories260k}", "--only", "bft_*_seed=1"]
+    assert main(argv) == 0, Path("outputs/smoke/bft_noise=0.3_seed=1/log.txt").read_text()
+    left = {path.name for path in Path("outputs/smoke/bft_noise=0.3_seed=1").iterdir()}
+    assert left == {"bench.json", "log.txt", "predictions.jsonl", "results.json"}
+    assert main(argv) == 0 and capsys.readouterr().out.endswith("1 finished\n")
+    assert main(["report", "outputs/smoke"]) == 0
+    text = capsys.readouterr().out
+    assert "## answer_nll (lower is better)" in text and "## f1 (higher is better)" in text and "n = 8" in text

@@ -275,6 +275,13 @@ def test_different_libraries_are_said(runs: Path, report: Callable[..., str]) ->
     assert "The runs were made with different versions of libraries and devices." in report("runs")
 
 
+def test_arms_of_mixed_flags_are_said(runs: Path, report: Callable[..., str]) -> None:
+    assert "different flags" not in report("runs")
+    file = runs / "bft_noise=0_seed=1" / "results.json"
+    file.write_text(file.read_text().replace("--max_steps 60", "--max_steps 40"))
+    assert "Runs of one arm have different flags (bft)" in report("runs")
+
+
 def test_holm_stands_between_an_interval_and_a_claim(runs: Path) -> None:
     estimates = Comparison(read_all(["runs"]), baseline="sft").differences("f1")
     raw, corrected = [e.interval.p for e in estimates if e.interval], [e.p_holm or 0 for e in estimates]
