@@ -1,6 +1,7 @@
 """The tables of an audit: a row for every trained token, one for every training row, and what they found."""
 
 import argparse
+import itertools
 import os
 import shutil
 import tempfile
@@ -38,12 +39,21 @@ class Rows:
             (labels that could have been) and `true` (the labels before), each one a token.
         copies: Copies of some of them, with corruption put in, to fit the combined score on; empty where it is not made.
         places: The number of each copy's row.
+        kind: Of the corruption, for a check.
+        rate: Of it; 0 where nothing was corrupted.
     """
 
     questions: "Dataset"
     tokenized: list[dict[str, Any]]
     copies: list[dict[str, Any]]
     places: np.ndarray
+    kind: str = ""
+    rate: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Names a check's folder."""
+        return f"{self.kind}_noise={self.rate:g}"
 
     @property
     def known(self) -> bool:
@@ -55,7 +65,7 @@ def prepare(options: argparse.Namespace, tokenizer: Any) -> list[Rows]:
     """Read, tokenize and, for a check, corrupt the rows, as `bft-sft` does with the same flags.
 
     Returns:
-        The rows once for every rate of --noise; without it, once, as they are.
+        The rows once for every kind and rate of --noise; without it, once, as they are.
 
     Raises:
         UsageError: An unknown kind of noise.
@@ -66,8 +76,9 @@ def prepare(options: argparse.Namespace, tokenizer: Any) -> list[Rows]:
     from .question_files import read_questions
     from .questions import tokenize_questions
 
-    if options.noise_kind not in LABEL_NOISES:
-        raise UsageError(f"unknown --noise_kind {options.noise_kind!r}: choose from {', '.join(LABEL_NOISES)}")
+    for kind in options.noise_kind:
+        if kind not in LABEL_NOISES:
+            raise UsageError(f"unknown --noise_kind {kind!r}: choose from {', '.join(LABEL_NOISES)}")
     source = read_questions(options.dataset, split=options.split)
     questions = source.sample(options.train_examples, options.max_context_chars, options.seed)
     if options.distractors:
@@ -81,25 +92,23 @@ def prepare(options: argparse.Namespace, tokenizer: Any) -> list[Rows]:
             corpus=passages_of(source.rows) if options.distractor_source != "ctxs" else None,
             gold_position=options.gold_position,
         )
-    spans = options.distractors > 0 or options.noise_kind == "span_shift"
+    spans = options.distractors > 0 or "span_shift" in options.noise_kind
     clean = tokenize_questions(questions, tokenizer, options.max_length, spans=spans).to_list()
     count = min(options.calibration_examples, len(clean)) if options.noise or options.score == COMBINED else 0
     places = np.sort(np.random.default_rng(options.seed).permutation(len(clean))[:count])
+    kinds = options.noise_kind if options.noise else options.noise_kind[:1]
     result = []
-    for rate in options.noise or [0.0]:
-        rows = _corrupt(clean, rate, options.seed, options, tokenizer) if rate else clean
+    for kind, rate in itertools.product(kinds, options.noise or [0.0]):
+        rows = _corrupt(clean, rate, kind, options.seed, options, tokenizer) if rate else clean
         some = [rows[place] for place in places]
-        copies = (
-            _corrupt(some, options.calibration_noise, CALIBRATION_SEED + options.seed, options, tokenizer)
-            if some
-            else []
-        )
-        result.append(Rows(questions, rows, copies, places))
+        seed = CALIBRATION_SEED + options.seed
+        copies = _corrupt(some, options.calibration_noise, kind, seed, options, tokenizer) if some else []
+        result.append(Rows(questions, rows, copies, places, kind, rate))
     return result
 
 
 def _corrupt(
-    rows: Sequence[dict[str, Any]], rate: float, seed: int, options: argparse.Namespace, tokenizer: Any
+    rows: Sequence[dict[str, Any]], rate: float, kind: str, seed: int, options: argparse.Namespace, tokenizer: Any
 ) -> list[dict[str, Any]]:
     from datasets import Dataset
 
@@ -114,7 +123,7 @@ def _corrupt(
         rate,
         seed=seed,
         vocab_size=len(tokenizer),
-        kind=options.noise_kind,
+        kind=kind,
         eos_token_ids=spared - {tokenizer.pad_token_id},
         pad_token_id=tokenizer.pad_token_id,
         special_token_ids=tokenizer.all_special_ids,
@@ -307,11 +316,11 @@ def rank_rows(tokens: "pandas.DataFrame", rows: Rows, options: argparse.Namespac
     return table[[*first, *(name for name in table if name not in first)]]
 
 
-def noise_summary(tokens: "pandas.DataFrame", rate: float, options: argparse.Namespace) -> dict[str, Any]:
-    """What one rate of --noise did to the rows."""
+def noise_summary(tokens: "pandas.DataFrame", rows: Rows, options: argparse.Namespace) -> dict[str, Any]:
+    """What one kind and rate of --noise did to the rows."""
     return {
-        "rate": rate,
-        "kind": options.noise_kind,
+        "rate": rows.rate,
+        "kind": rows.kind,
         "in_inputs": options.noise_inputs,
         "corrupted_tokens": int(tokens["corrupted"].sum()),
         "eligible_tokens": int(tokens["eligible"].sum()),
