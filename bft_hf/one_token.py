@@ -1,7 +1,7 @@
 """One new token a row, without gradients and under the default settings: the filter's step in few operations.
 
 A decoded token costs little arithmetic and much dispatching, so here the same quantities as in `attention` and `filter` are
-formed with a third of the calls, and what all layers share is made once a pass. Whatever this does not cover (a mask, a
+formed with far fewer calls, and what all layers share is made once a pass. Whatever this does not cover (a mask, a
 reliability, a recording, another setting) takes the general path, to which a test holds it.
 """
 
