@@ -154,7 +154,9 @@ class BFTState(nn.Module):
         if not self.predicts:
             return 0.0
         noise = getattr(self, f"log_{self.tracked[-1]}process_noise", None)
-        return -math.log(self.config.initial_process_noise) if noise is None else -noise.detach().mean()
+        if noise is None:
+            return -math.log(self.config.initial_process_noise)
+        return -noise.detach() if noise.numel() == 1 else -noise.detach().mean()
 
     def resize_table(self, rows: int) -> None:
         """Follow a vocabulary that was resized: new items start at the mean of the known ones."""
