@@ -211,7 +211,12 @@ def folder(tmp_path_factory) -> Path:
         tokenizer.save_pretrained(root / name)
     words = ["sea", "the river", "Rhine &amp;", EVIL, "=1+1", "line\nbreak"]
     rows = [
-        {"id": f"q{n}", "context": f"Passage {n} of {EVIL}.", "question": f"What is {n}?", "answers": [words[n % 6]]}
+        {
+            "id": f"q{n}",
+            "context": f"Passage {n} of {EVIL}.",
+            "question": f"What is {n} {EVIL}?",
+            "answers": [words[n % 6]],
+        }
         for n in range(24)
     ]
     (root / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
@@ -241,7 +246,9 @@ def test_a_plain_audit_ranks_by_the_loss(folder, capsys):
     assert tokens["rank"].tolist() == list(range(1, len(tokens) + 1))
     assert set(rows["id"]) == {f"q{n}" for n in range(24)}
     row = rows[rows["id"] == "q3"].iloc[0]
-    assert row["trained"] == f"{EVIL}</s>" and row["question"] == "What is 3?" and row["tokens"] == len(EVIL) + 1
+    assert (
+        row["trained"] == f"{EVIL}</s>" and row["question"] == f"What is 3 {EVIL}?" and row["tokens"] == len(EVIL) + 1
+    )
     assert "corrupted" not in tokens and "corrupted_tokens" not in rows
     csv = pandas.read_csv(folder / "out" / "rows.csv")
     assert csv["answer"].tolist() == rows["answer"].tolist()

@@ -153,14 +153,16 @@ def test_adapters_are_scored_as_they_run(patched, kind):
         config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     model = peft.get_peft_model(patched, config).double()
     for row, score, old in zip(rows, score_rows(model, rows, progress=False), before, strict=True):
-        with torch.no_grad():
+        with torch.no_grad(), bft_hf.record(model) as trace:
             log_probs = model(torch.tensor([row["input_ids"]])).logits[0].log_softmax(-1)
+        before_labels = score.positions - 1 - len(row["input_ids"])
+        assert score.precision == pytest.approx(trace.final_precision[0, before_labels].numpy(), rel=1e-6)
+        assert score.gain == pytest.approx(torch.stack(trace.gain, -1)[0, before_labels].numpy(), rel=1e-6)
         expected = [
             -log_probs[place - 1 - len(row["input_ids"]), row["labels"][place]].item() for place in score.positions
         ]
         assert score.loss == pytest.approx(expected, rel=1e-6)
         assert score.loss != pytest.approx(old.loss, rel=1e-3)
-        assert len(score.precision) == len(expected)
 
 
 def test_bfloat16_autocast_is_near(tiny_llama):
