@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -241,11 +242,13 @@ def _cell(estimate: Estimate, most: int) -> str:
 
 
 def _interval(estimate: Estimate, *, signed: bool) -> str:
-    assert estimate.interval is not None
-    form = "+.3f" if signed else ".3f"
-    mean, low, high = (
-        _number(value, form) for value in (estimate.interval.mean, estimate.interval.low, estimate.interval.high)
-    )
+    interval = estimate.interval
+    assert interval is not None
+    half = (interval.high - interval.low) / 2
+    # Three digits after the point, or as many as it takes to see the width.
+    digits = min(6, max(3, math.ceil(-math.log10(half)))) if half > 0 else 3
+    form = f"{'+' if signed else ''}.{digits}f"
+    mean, low, high = (_number(value, form) for value in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}]"
 
 
