@@ -105,6 +105,8 @@ def in_background(*argv: str) -> int:
         status = 99
         try:
             sys.stdout = sys.stderr = open("bench.out", "a")  # noqa: SIM115 - the process ends here
+            # Whoever starts pytest in the background of a shell lets it ignore the interrupt.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             status = main(argv)
         finally:
             sys.stdout.flush()
