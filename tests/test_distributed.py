@@ -319,6 +319,7 @@ def test_weights_that_zero3_has_put_away_are_refused_by_name(tiny_llama: Callabl
         if isinstance(projection, torch.nn.Linear):
             weight = projection.weight
             weight.whole, weight.ds_shape, weight.ds_id = weight.data, weight.shape, 0
+            weight.data = torch.empty(0)
             projection.register_forward_pre_hook(gather)
             projection.register_forward_hook(put_away)
     with pytest.raises(RuntimeError, match="ZeRO-2"):
