@@ -154,7 +154,7 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
         "train_loss": statistics.fmean(losses[-20:]),
         "gain": gains,
         "filter": {
-            name: [round(float(parameter.mean()), 4), round(float(parameter.std(correction=0)), 4)]
+            name: [round(parameter.mean().item(), 4), round(parameter.std(correction=0).item(), 4)]
             for name, parameter in bft_hf.bft_parameters(model).items()
         },
         "seconds": round(seconds, 1),
