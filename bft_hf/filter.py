@@ -169,15 +169,23 @@ def observe(
         prior = neighbour_variance
     variance = estimate_variance(residual, effective_sample_size, prior, config.prior_degrees_of_freedom)
     combined = combine_heads(variance, config.granularity, config.observation_units, output_weight, second_moment)
+    return Observation(observation_precision(combined, visible), residual, effective_sample_size)
+
+
+def observation_precision(variance: Tensor, visible: Bool[Tensor, "batch token"] | None = None) -> Tensor:
+    """lam_obs = 1 / Var~, finite, and 0 where a query sees nothing.
+
+    Args:
+        variance: Var~, (batch, token) or (batch, token, channel).
+        visible: False where a query sees no reliable key; None is True everywhere.
+    """
     # An output projection of zeros has no error at all; an infinite precision would make a NaN of the gain.
-    combined = combined.clamp_min(SMALLEST_VARIANCE)
+    variance = variance.clamp_min(SMALLEST_VARIANCE)
     # A masked row has no weights: its zeros stand for nothing, and dividing by them would put a NaN into the gradient.
     if visible is None:
-        precision = combined.reciprocal()
-    else:
-        seen = visible if combined.ndim == 2 else visible.unsqueeze(-1)
-        precision = torch.where(seen, torch.where(seen, combined, 1).reciprocal(), 0)
-    return Observation(precision, residual, effective_sample_size)
+        return variance.reciprocal()
+    seen = visible if variance.ndim == 2 else visible.unsqueeze(-1)
+    return torch.where(seen, torch.where(seen, variance, 1).reciprocal(), 0)
 
 
 def probe_signs(

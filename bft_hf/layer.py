@@ -96,9 +96,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         # Update
         with full_precision(hidden_states):
             observation = self._observe(call, attention)
-            gain, updated = filter.update(precisions[0], observation.precision)
-            if not state.config.gain:
-                gain = (observation.precision > 0).to(gain.dtype)
+            gain, updated = state.kalman_update(precisions[0], observation.precision)
             scale = self._scaled(gain, stream)
             if scale.ndim < hidden_states.ndim:
                 scale = scale.unsqueeze(-1)
@@ -139,21 +137,16 @@ class BFTDecoderLayer(InPlaceSubclass):
         return hidden_states + output
 
     def _scaled(self, gain: Tensor, stream: Stream) -> Tensor:
-        """The gain as it multiplies the attention's output: over its calibrated mean, where the model is calibrated."""
-        state = self.bft
-        if stream.calibration is not None:
-            return gain * stream.calibration.scale(state.slot, gain)
-        return gain if state.config.gain_scale is None else gain * state.config.gain_scale[state.slot]
+        """The gain as it multiplies the attention's output, measured meanwhile if the model is being calibrated."""
+        if stream.calibration is None:
+            return self.bft.scaled(gain)
+        return gain * stream.calibration.scale(self.bft.slot, gain)
 
     def _predict(self, updated: Precisions, jacobian: Tensor | None) -> Precisions:
-        state = self.bft
-        if not state.predicts:
+        if not self.bft.predicts:
             return updated
         assert jacobian is not None
-        return tuple(
-            filter.predict(lam, jacobian, state.process_noise(key, lam.dtype))
-            for key, lam in zip(state.tracked, updated, strict=True)
-        )
+        return self.bft.predict(updated, jacobian)
 
     def _stream(self, stream: Stream | None) -> Stream:
         if stream is None:
@@ -194,7 +187,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         estimate, moment, sample_size, neighbours, visible = call.output
         output_weight = None
         if (self.bft.config.granularity, self.bft.config.observation_units) != ("token", "relative"):
-            output_weight = self._output_weight(getattr(attention, self.bft.architecture.output_projection))
+            output_weight = self.bft.read_output_weight(getattr(attention, self.bft.architecture.output_projection))
         if visible is not None:
             visible = visible.expand(estimate.shape[:2])
         return filter.observe(
@@ -205,12 +198,6 @@ class BFTDecoderLayer(InPlaceSubclass):
             output_weight=output_weight,
             neighbour_variance=neighbours,
             visible=visible,
-        )
-
-    def _output_weight(self, projection: nn.Module) -> Tensor:
-        """W_O, without gradient; the effective one, so a merged or trained adapter counts."""
-        return self.bft.output_weight.get(
-            [projection], lambda: effective_weight(projection).detach(), inference=not torch.is_grad_enabled()
         )
 
     def _jacobian_reader(self, hidden_states: Tensor) -> JacobianReader:

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from .config import BFTConfig
-from .filter import SMALLEST_VARIANCE, Observation, combine_heads, estimate_variance, relative_variance
+from .filter import Observation, combine_heads, estimate_variance, observation_precision, relative_variance
 
 
 class Moments(NamedTuple):
@@ -155,7 +155,5 @@ def observe(
         by_channel = variance if config.granularity == "channel" else variance.unsqueeze(-1)
         combined = combine_heads(by_channel * size, "channel", "absolute", output_weight)
         combined = combined if config.granularity == "channel" else combined.mean(-1)
-    combined = combined.clamp_min(SMALLEST_VARIANCE)
-    seen = moments.visible if combined.ndim == 2 else moments.visible.unsqueeze(-1)
-    precision = torch.where(seen, 1 / torch.where(seen, combined, 1), 0)
+    precision = observation_precision(combined, moments.visible)
     return Observation(precision, residual, moments.effective_sample_size)

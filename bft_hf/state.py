@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import filter
 from .architectures import Architecture
 from .config import BFTConfig
-from .weights import DerivedFromWeights, forget_derived
+from .weights import DerivedFromWeights, effective_weight, forget_derived
 
 MLP_WIDTH = 16
 """Hidden width of the MLP from embedding to initial precision: .01 % of SmolLM2-135M's parameters."""
@@ -148,6 +149,28 @@ class BFTState(nn.Module):
         """Q, (1,) or (channel,). `key` is "" for the filter's own precision and "key_" for the keys'."""
         noise = getattr(self, f"log_{key}process_noise", None)
         return self.config.initial_process_noise if noise is None else noise.to(dtype).exp()
+
+    def kalman_update(self, lam: Tensor, observation_precision: Tensor) -> tuple[Tensor, Tensor]:
+        """Gain K and updated precision lam'; with the gain switched off K is 1 wherever something was observed."""
+        gain, updated = filter.update(lam, observation_precision)
+        return (gain if self.config.gain else (observation_precision > 0).to(gain.dtype)), updated
+
+    def scaled(self, gain: Tensor) -> Tensor:
+        """The gain as it multiplies the attention's output: over its calibrated mean, where the model is calibrated."""
+        return gain if self.config.gain_scale is None else gain * self.config.gain_scale[self.slot]
+
+    def predict(self, updated: Precisions, jacobian: Tensor) -> Precisions:
+        """lam'' of every precision that is tracked."""
+        return tuple(
+            filter.predict(lam, jacobian, self.process_noise(key, lam.dtype))
+            for key, lam in zip(self.tracked, updated, strict=True)
+        )
+
+    def read_output_weight(self, projection: nn.Module) -> Tensor:
+        """W_O, without gradient; the effective one, so a merged or trained adapter counts. Kept until it may have changed."""
+        return self.output_weight.get(
+            [projection], lambda: effective_weight(projection).detach(), inference=not torch.is_grad_enabled()
+        )
 
     def next_log_scale(self) -> Tensor | float:
         """About the log of the key precision that this layer predicts: lam'' is at most 1/Q."""

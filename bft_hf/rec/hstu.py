@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from .. import sandwich
 from ..state import BFTState, Precisions, full_precision
-from ..weights import effective_weight
 from .configuration import HSTUConfig
 from .modeling_common import RecommenderModel
 from .step import FilterStep, Pass, inverse_std, start_step
@@ -104,7 +103,7 @@ class HSTULayer(nn.Module):
             moments,
             step.state.config,
             scale.unflatten(-1, (self.num_heads, -1)),
-            effective_weight(self.o_proj).detach(),
+            step.state.read_output_weight(self.o_proj),
             neighbours,
         )
         if self.training and self.attention_dropout.p:

@@ -79,10 +79,18 @@ class FeedForward(nn.Module):
         self, preactivation: Tensor, step: FilterStep, norm: nn.LayerNorm | None = None, scale: Tensor | None = None
     ) -> Tensor:
         """J of this FFN behind a norm whose input has the inverse std `scale`, (batch, token[, channel])."""
-        coefficients = plain_ffn.plain_jacobian_coefficients(
-            effective_weight(self.up_proj).to(step.dtype),
-            effective_weight(self.down_proj).to(step.dtype),
-            None if norm is None else norm.weight.to(step.dtype),
-            step.state.config.granularity,
-        )
-        return plain_ffn.plain_jacobian(preactivation, self.act_fn, coefficients, scale)
+
+        def coefficients() -> Tensor:
+            return plain_ffn.plain_jacobian_coefficients(
+                effective_weight(self.up_proj).to(step.dtype),
+                effective_weight(self.down_proj).to(step.dtype),
+                None if norm is None else norm.weight.to(step.dtype),
+                step.state.config.granularity,
+            )
+
+        if step.differentiates:
+            known = coefficients()
+        else:
+            modules = [self.up_proj, self.down_proj, *([] if norm is None else [norm])]
+            known = step.state.coefficients.get(modules, coefficients, step.inference)
+        return plain_ffn.plain_jacobian(preactivation, self.act_fn, known, scale)

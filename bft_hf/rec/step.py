@@ -13,7 +13,6 @@ from .. import filter
 from ..sample_size import NUM_PROBES
 from ..state import BFTState, Precisions, full_precision, state_dtype
 from ..tracing import Trace
-from ..weights import effective_weight
 
 
 class Pass(NamedTuple):
@@ -48,6 +47,7 @@ class FilterStep:
         precisions: what the patched layer before has predicted; None in the first one.
 
     Attributes:
+        inference: whether the pass has no gradients.
         key_precision: lam_bar rho of the tokens as keys, (batch, token); None where it is 1 everywhere.
     """
 
@@ -63,6 +63,7 @@ class FilterStep:
             reliability = run.token_reliability.to(self.dtype)
             self.key_precision = reliability if self.key_precision is None else self.key_precision * reliability
         self.observation: filter.Observation | None = None
+        self.inference = not torch.is_grad_enabled()
         self._gain: Tensor | None = None
         self._updated: Tensor | None = None
         self._handed_on: Precisions = ()
@@ -115,7 +116,7 @@ class FilterStep:
             second_moment.squeeze(-1) if config.granularity == "token" else second_moment,
             sample_size,
             config,
-            output_weight=effective_weight(projection).detach(),
+            output_weight=self.state.read_output_weight(projection),
             neighbour_variance=None if key_variance is None else others[-1].squeeze(-1),
             visible=seeing,
         )
@@ -131,15 +132,12 @@ class FilterStep:
     def gained(self, attended: Float[Tensor, "batch token channel"]) -> Float[Tensor, "batch token channel"]:
         """Update: K times what enters the residual, after `observation` was set."""
         assert self.observation is not None, "the attention observed nothing"
-        config, observed = self.state.config, self.observation.precision
+        observed = self.observation.precision
         with full_precision(attended):
-            gain, updated = filter.update(self.precisions[0], observed)
-            if not config.gain:
-                gain = (observed > 0).to(gain.dtype)
+            gain, updated = self.state.kalman_update(self.precisions[0], observed)
             self._gain, self._updated = gain, updated
             self._handed_on = (updated, *(lam + observed for lam in self.precisions[1:]))
-            if config.gain_scale is not None:
-                gain = gain * config.gain_scale[self.state.slot]
+            gain = self.state.scaled(gain)
             gain = gain if gain.ndim == attended.ndim else gain.unsqueeze(-1)
             return gain.to(attended.dtype) * attended
 
@@ -155,7 +153,7 @@ class FilterStep:
         config = self.state.config
         if config.observation_units == "relative" or not self.state.predicts:
             return
-        with torch.set_grad_enabled(self._differentiates()):
+        with torch.set_grad_enabled(self.differentiates):
             square = factor().square()
             square = square if config.granularity == "channel" else square.mean(-1)
         # A channel that the norm's weight has switched off carries no signal; its precision stays finite.
@@ -171,20 +169,19 @@ class FilterStep:
         assert self.observation is not None and self._gain is not None and self._updated is not None
         value: Tensor | None = None
         if state.predicts or (self.run.traces and state.config.propagate):
-            with full_precision(self._updated), torch.set_grad_enabled(self._differentiates()):
+            with full_precision(self._updated), torch.set_grad_enabled(self.differentiates):
                 value = torch.zeros_like(self._updated) if jacobian is None else jacobian()
         for trace in self.run.traces:
             trace.add(state.layer_index, self.precisions[0], self.observation, self._gain, value, self._updated)
         if not state.predicts:
             return self._handed_on
         assert value is not None
-        return tuple(
-            filter.predict(lam, value, state.process_noise(key, lam.dtype))
-            for key, lam in zip(state.tracked, self._handed_on, strict=True)
-        )
+        return state.predict(self._handed_on, value)
 
-    def _differentiates(self) -> bool:
-        return self.state.config.differentiate_jacobian and torch.is_grad_enabled()
+    @property
+    def differentiates(self) -> bool:
+        """Whether gradients flow through J."""
+        return self.state.config.differentiate_jacobian and not self.inference
 
 
 def start_step(
