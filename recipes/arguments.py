@@ -11,6 +11,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .command import OneLineParser, UsageError, one_line, without_flag
+
 # The base model and not Chat-v1.0: the chat release has been through UltraChat and DPO already, so what fine-tuning
 # adds (and what noise spoils) would sit on top of somebody else's fine-tuning. This is TinyLlama's last pretraining
 # checkpoint, the one its authors fine-tune themselves; it has no chat template, so prompts are plain text.
@@ -24,10 +26,6 @@ CONFIGS = Path(__file__).parent / "configs"
 DISTRACTOR_SOURCES = ("bm25", "random", "ctxs")
 GOLD_POSITIONS = ("first", "middle", "last", "random")
 RELIABILITIES = ("column", "retriever")
-
-
-class UsageError(ValueError):
-    """The command cannot run as given; the message is one line and names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -279,16 +277,9 @@ _PEEKED = {
 _POPULAR = "--num_train_epochs, --max_steps, --per_device_train_batch_size, --learning_rate, --max_length, --use_peft, --lora_r"
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (bft-sft --help lists the flags)")
-
-
 def light_parser() -> argparse.ArgumentParser:
     """The parser of the first look: this command's flags and the few of TRL's that are checked early."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="bft-sft",
         usage="bft-sft [--FLAG VALUE ...]",
         allow_abbrev=False,
@@ -382,7 +373,7 @@ def first_look(argv: Sequence[str]) -> FirstLook:
     return FirstLook(
         arguments=arguments,
         config=config,
-        argv=_without_config(argv),
+        argv=without_flag(argv, "--config"),
         model=os.path.expanduser(values.get("model_name_or_path") or DEFAULT_MODEL),
         output_dir=values.get("output_dir"),
         resume=values.get("resume_from_checkpoint"),
@@ -463,18 +454,6 @@ def read_config(path: str) -> dict[str, Any]:
     return config
 
 
-def _without_config(argv: Sequence[str]) -> list[str]:
-    rest, skip = [], False
-    for argument in argv:
-        if skip:
-            skip = False
-        elif argument == "--config":
-            skip = True
-        elif not argument.startswith("--config="):
-            rest.append(argument)
-    return rest
-
-
 def parse(look: FirstLook, argv: Sequence[str] = ()) -> tuple[SFTArguments, Any, Any]:
     """Every flag, through TRL's parser.
 
@@ -530,12 +509,6 @@ def full_parser() -> Any:
 def _suggestion(name: str, parser: argparse.ArgumentParser) -> str:
     close = difflib.get_close_matches(name, [action.dest for action in parser._actions], n=1)
     return f", did you mean --{close[0]}?" if close else ""
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message on one line, its type in front when the message alone says nothing."""
-    text = " ".join(str(error).split())
-    return text if len(text) > 8 else f"{type(error).__name__}: {text}"
 
 
 def check_output_dir(path: str, *, overwrite: bool, resume: str | None) -> None:

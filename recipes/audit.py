@@ -25,27 +25,21 @@ import os
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .arguments import UsageError, looks_like_file, one_line
+from .arguments import looks_like_file
+from .command import OneLineParser, UsageError, one_line, run_command, say
 from .suspicion import AGGREGATES, COMBINED, DEFAULT_AGGREGATE, DEFAULT_SCORE, SUSPICIONS
 
 AUDIT_FORMAT = 1
 SUMMARY = {"loss": "the plain loss, since no score was found to do better (docs/audit.md)"}
-INSTALL = "packages are missing, pip install 'bft-hf[audit]' brings them: "
-
-
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (bft-audit --help lists the flags)")
 
 
 def parser() -> argparse.ArgumentParser:
     """The flags of `bft-audit` without a subcommand."""
-    result = _OneLineParser(
+    result = OneLineParser(
         prog="bft-audit",
         usage="bft-audit --model_name_or_path MODEL --dataset FILE [--FLAG VALUE ...]\n"
         "       bft-audit compare DIR [DIR ...]\n       bft-audit selective PREDICTIONS [PREDICTIONS ...]",
@@ -135,29 +129,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            warnings.simplefilter("ignore", DeprecationWarning)
-            if argv[:1] == ["selective"]:
-                from .selective import run as run_selective
 
-                run_selective(argv[1:])
-            elif argv[:1] == ["compare"]:
-                _compare(compare_parser().parse_args(argv[1:]))
-            else:
-                _run(_checked(parser().parse_args(argv)), shlex.join(["bft-audit", *argv]))
-    except UsageError as error:
-        print(f"bft-audit: {one_line(error)}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"bft-audit: {INSTALL}{one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bft-audit: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    def body() -> None:
+        if argv[:1] == ["selective"]:
+            from .selective import run as run_selective
+
+            run_selective(argv[1:])
+        elif argv[:1] == ["compare"]:
+            _compare(compare_parser().parse_args(argv[1:]))
+        else:
+            _run(_checked(parser().parse_args(argv)), shlex.join(["bft-audit", *argv]))
+
+    return run_command("bft-audit", body, extra="audit")
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
@@ -316,7 +299,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 def compare_parser() -> argparse.ArgumentParser:
     """The flags of `bft-audit compare`."""
-    result = _OneLineParser(
+    result = OneLineParser(
         prog="bft-audit compare",
         allow_abbrev=False,
         description="Put checks (audits with --noise) of several seeds together: means over them, with intervals of a "
@@ -344,11 +327,6 @@ def _compare(options: argparse.Namespace) -> None:
     else:
         print_detection(found, title)
     say(verdict(found))
-
-
-def say(text: str) -> None:
-    """A line of progress, seen at once in a pipe too."""
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

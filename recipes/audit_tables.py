@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .arguments import UsageError
+from .command import UsageError
 from .detection import METRICS, Run, compare
 from .scores import RowScores
 from .suspicion import AGGREGATES, COMBINED, by_row, combined, suspicions

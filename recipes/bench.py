@@ -22,21 +22,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .arguments import UsageError, one_line
+from .command import OneLineParser, UsageError, run_command
 from .grid import KEEP, Grid, Run, read_grid
 from .runner import Runner, duration
 from .runs import check_command, shell_line, state
-
-INSTALL = "packages are missing, pip install 'bft-hf[bench]' brings them: "
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} ({self.prog} --help lists the flags)")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status, as --help has it.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def body() -> int:
         if argv[:1] == ["report"]:
             from .report import main as report
 
@@ -115,18 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return pack(argv[1:])
         return _bench(parser().parse_args(argv))
-    except UsageError as error:
-        print(f"bft-bench: {one_line(error)}", file=sys.stderr)
-        return 2
-    except ImportError as error:
-        print(f"bft-bench: {INSTALL}{one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bft-bench: interrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `--list | head`
-        sys.stderr.close()
-        return 0
+
+    return run_command("bft-bench", body, extra="bench", interrupted="interrupted; the same command goes on from here")
 
 
 def _bench(options: argparse.Namespace) -> int:

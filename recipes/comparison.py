@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .arguments import UsageError
+from .command import UsageError
 from .grid import ARM, SEED, Value
 from .intervals import Interval, hierarchical_bootstrap, holm
 from .records import Record

@@ -1,7 +1,5 @@
 """The questions of a run: both sides read, and what stands beside each question's passage."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +10,10 @@ from .arguments import (
     METHODS,
     Method,
     SFTArguments,
-    UsageError,
     distractor_counts,
     distractor_sources,
-    one_line,
 )
+from .command import UsageError, as_usage_error
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -43,17 +40,6 @@ class Data:
     description: dict[str, Any]
     train_corpus: "tuple[Passage, ...]" = field(default=(), repr=False)
     evaluation_corpus: "tuple[Passage, ...]" = field(default=(), repr=False)
-
-
-@contextmanager
-def as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
-    """Turn exceptions of these kinds into one line for who typed the command."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except kinds as error:
-        raise UsageError(f"{prefix}{one_line(error)}") from error
 
 
 def load_data(methods: list[str], arguments: SFTArguments, seed: int) -> Data:

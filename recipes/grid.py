@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError
+from .command import UsageError
 
 GRIDS = Path(__file__).parent / "grids"
 ARM = "arm"

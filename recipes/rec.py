@@ -19,13 +19,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import UsageError, check_output_dir, one_line
+from .arguments import check_output_dir
+from .command import UsageError, as_usage_error, run_command
 from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_overrides, parse_recommend
 from .rec_outputs import PROTOCOL, data_summary, describe, outcome, report, write_per_user
 from .results import count_parameters, library_versions, write_json
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 RESULTS_FORMAT = 1
 CHECKPOINT = "training.pt"
 OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
-INSTALL = "packages are missing, pip install 'bft-hf[rec]' brings them: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,33 +50,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
+
+    def body() -> None:
         if argv[:1] == ["recommend"]:
             _recommend(argv[1:])
         else:
             _run(parse(argv), shlex.join(["bft-rec", *argv]))
-    except UsageError as error:
-        if int(os.environ.get("RANK", 0)) == 0:  # of several processes one speaks
-            print(f"bft-rec: {one_line(error)}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        sys.stderr.close()  # whoever reads has seen enough
-        return 0
-    except KeyboardInterrupt:
-        print("bft-rec: interrupted; --resume goes on after the last epoch", file=sys.stderr)
-        return 130
-    return 0
 
-
-@contextmanager
-def _as_usage_error(prefix: str, *kinds: type[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except UsageError:
-        raise
-    except kinds as error:
-        raise UsageError(f"{prefix}{one_line(error)}") from error
+    return run_command("bft-rec", body, extra="rec", interrupted="interrupted; --resume goes on after the last epoch")
 
 
 def _without_bars() -> None:
@@ -93,17 +73,16 @@ def _run(arguments: RecArguments, command: str) -> None:
     if arguments.resume and (folder / "results.json").is_file():
         print(f"{folder} has the results of a finished run")
         return
-    with _as_usage_error(INSTALL, ImportError):
-        import torch
-        from accelerate import Accelerator
+    import torch
+    from accelerate import Accelerator
 
-        _without_bars()
+    _without_bars()
     started = time.perf_counter()
     split = load_split(arguments)
     titles = read_item_titles(arguments)
     # accelerate joins processes on CPUs only where it is told to use them; else each would train alone, into one folder.
     cpu = arguments.cpu or not torch.accelerator.is_available()
-    with _as_usage_error("", ValueError):
+    with as_usage_error("", ValueError):
         accelerator = Accelerator(cpu=cpu, mixed_precision=arguments.mixed_precision)
     quiet = not accelerator.is_main_process
 
@@ -176,7 +155,7 @@ def load_split(arguments: RecArguments) -> "Split":
     from bft_hf.rec.data import DataError, leave_one_out
     from bft_hf.rec.reading import read_interactions
 
-    with _as_usage_error("--data: ", DataError):
+    with as_usage_error("--data: ", DataError):
         data = read_interactions(
             Path(str(arguments.data)).expanduser(),
             arguments.data_format,
@@ -186,10 +165,10 @@ def load_split(arguments: RecArguments) -> "Split":
             delimiter=arguments.delimiter,
         )
         data = data.k_core(arguments.k_core)
-    with _as_usage_error("--ties shuffle: ", DataError):
+    with as_usage_error("--ties shuffle: ", DataError):
         if arguments.ties == "shuffle":
             data = data.shuffle_ties(arguments.ties_seed)
-    with _as_usage_error("--data: ", DataError):
+    with as_usage_error("--data: ", DataError):
         return leave_one_out(data)
 
 
@@ -199,7 +178,7 @@ def read_item_titles(arguments: RecArguments) -> dict[str, str]:
 
     if arguments.item_titles is None:
         return {}
-    with _as_usage_error("--item_titles: ", ValueError, OSError):
+    with as_usage_error("--item_titles: ", ValueError, OSError):
         return read_titles(Path(arguments.item_titles).expanduser())
 
 
@@ -234,11 +213,11 @@ def build_model(arguments: RecArguments, num_items: int) -> Any:
     for name in overrides:
         if name not in known or name in ("num_items", "bft"):
             raise UsageError(f"--config_overrides: {config_class.__name__} has no field {name!r} to set")
-    with _as_usage_error("the model's configuration: ", ValueError, TypeError, KeyError):
+    with as_usage_error("the model's configuration: ", ValueError, TypeError, KeyError):
         torch.manual_seed(arguments.seed)
         model = model_class(config_class(num_items=num_items, **{**values, **overrides}))
     if arguments.method == "bft":
-        with _as_usage_error("--method bft: ", ValueError, TypeError, OSError, NotImplementedError):
+        with as_usage_error("--method bft: ", ValueError, TypeError, OSError, NotImplementedError):
             bft_hf.patch(model, filter_config(arguments))
     return model
 
@@ -280,7 +259,7 @@ def prepare(arguments: RecArguments, split: "Split", titles: dict[str, str], acc
     model = build_model(arguments, split.data.num_items)
     present = set(split.data.item_names)
     model.item_map = ItemMap(split.data.item_names, {name: text for name, text in titles.items() if name in present})
-    with _as_usage_error("", ValueError):
+    with as_usage_error("", ValueError):
         return Trainer(model, split, settings, Path(arguments.folder) / CHECKPOINT, say, accelerator)
 
 
@@ -294,7 +273,7 @@ def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) ->
     from bft_hf.rec.mechanism import filter_by_frequency
 
     started = time.perf_counter()
-    with _as_usage_error("", ValueError):
+    with as_usage_error("", ValueError):
         record = trainer.train(resume=arguments.resume)
     evaluated = time.perf_counter()
     validation, test = (trainer.rank(part, details=True) for part in ("validation", "test"))
@@ -346,17 +325,16 @@ def _recommend(argv: Sequence[str]) -> None:
     arguments = parse_recommend(argv)
     if not Path(arguments.model).expanduser().exists() and arguments.model.count("/") != 1:
         raise UsageError(f"--model {arguments.model}: no such folder (nor can it be a Hub id)")
-    with _as_usage_error(INSTALL, ImportError):
-        from transformers import AutoModel
+    from transformers import AutoModel
 
-        from bft_hf.rec.recommend import RecommenderMixin
+    from bft_hf.rec.recommend import RecommenderMixin
 
-        _without_bars()
-    with _as_usage_error(f"--model {arguments.model}: ", ValueError, OSError):
+    _without_bars()
+    with as_usage_error(f"--model {arguments.model}: ", ValueError, OSError):
         model = AutoModel.from_pretrained(os.path.expanduser(arguments.model))
     if not isinstance(model, RecommenderMixin):
         raise UsageError(f"--model {arguments.model} is a {type(model).__name__}: give the folder of a recommender")
-    with _as_usage_error("", ValueError):
+    with as_usage_error("", ValueError):
         found = model.recommend(
             [_as_ids(model, history) for history in arguments.histories],
             arguments.k,

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, get_type_hints
 
-from .arguments import UsageError, read_config
+from .arguments import read_config
+from .command import OneLineParser, UsageError
 
 MODELS = ("sasrec", "bert4rec", "hstu", "popularity")
 METHODS = ("plain", "bft")
@@ -171,15 +172,8 @@ class RecArguments:
         return os.path.join("outputs", f"rec-{name}-{self.model}-{self.method}-seed{self.seed}")
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """A parser whose errors are exceptions, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} ({self.prog} --help lists the flags)")
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="bft-rec",
         usage="bft-rec --data FILE [--FLAG VALUE ...]\n       bft-rec recommend --model FOLDER --history 'ITEM ITEM ...'",
         allow_abbrev=False,
@@ -309,7 +303,7 @@ def parse_recommend(argv: Sequence[str]) -> RecommendArguments:
     """
     import shlex
 
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="bft-rec recommend", allow_abbrev=False, description="The best items to follow a history."
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="What bft-rec left, or a Hub id.")

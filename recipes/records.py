@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError
+from .command import OneLineParser, UsageError
 from .grid import SEED, Value, parse_name
 from .runs import QUESTIONS, RANKS, RESULTS, read_record
 
@@ -242,8 +242,6 @@ def _is_packed(path: Path) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """`bft-bench pack`: every finished run of a folder as one small file."""
-    from .bench import OneLineParser
-
     parser = OneLineParser(
         prog="bft-bench pack",
         description="Make every finished run of a folder one small JSON, results and a number a question, for a repository; "

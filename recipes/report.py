@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError
+from .command import OneLineParser, UsageError, without_flag
 from .comparison import ENOUGH_SEEDS, Comparison, Estimate, describe, lower_is_better
 from .grid import BOOKKEEPING, SEED, flags_of
 from .intervals import METHOD, SAMPLES
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(
             f"not every run has {unknown[0] if unknown else 'a number'} for its questions (all have {known})"
         )
-    report = Report(comparison, metrics, shlex.join(["bft-bench", "report", *_without_out(argv)]))
+    report = Report(comparison, metrics, shlex.join(["bft-bench", "report", *without_flag(argv, "--out")]))
     text = report.markdown(figures=options.out is not None)
     if options.out is None:
         print(text, end="")
@@ -45,8 +45,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> Any:
-    from .bench import OneLineParser
-
     parser = OneLineParser(
         prog="bft-bench report",
         allow_abbrev=False,
@@ -68,19 +66,6 @@ def _parser() -> Any:
     parser.add_argument("--by", nargs="+", default=[], metavar="NAME", help="The same, and all questions together too.")
     parser.add_argument("--out", metavar="FOLDER", help="Where files go. Default: Markdown on stdout, no figures.")
     return parser
-
-
-def _without_out(argv: Sequence[str]) -> list[str]:
-    """The command line without --out: where a report is written is no part of it."""
-    kept, skip = [], False
-    for word in argv:
-        if skip:
-            skip = False
-        elif word == "--out":
-            skip = True
-        elif not word.startswith("--out="):
-            kept.append(word)
-    return kept
 
 
 class Report:

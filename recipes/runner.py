@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .arguments import UsageError
+from .command import UsageError
 from .grid import ARM, Grid, Run
 from .runs import (
     LOCK,

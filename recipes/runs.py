@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from .arguments import UsageError
+from .command import UsageError
 from .grid import Grid, Run, differences, to_argv
 from .results import write_json
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from .arguments import UsageError
+from .command import OneLineParser, UsageError
 from .detection import Comparison, Run, auroc, compare
 
 BASELINE = "log_probability"
@@ -216,14 +216,9 @@ def _at(curve: np.ndarray, coverage: float) -> float:
     return float(curve[max(1, round(coverage * len(curve))) - 1])
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (bft-audit selective --help lists the flags)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags of `bft-audit selective`."""
-    result = _OneLineParser(
+    result = OneLineParser(
         prog="bft-audit selective",
         allow_abbrev=False,
         description="How well a model's uncertainties tell its wrong answers from its right ones: risk-coverage, AUROC, ECE.",

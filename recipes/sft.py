@@ -28,7 +28,6 @@ import shlex
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -41,7 +40,6 @@ from .arguments import (
     METHODS,
     FirstLook,
     SFTArguments,
-    UsageError,
     check_hub,
     check_output_dir,
     check_sources,
@@ -49,14 +47,13 @@ from .arguments import (
     distractor_counts,
     first_look,
     light_parser,
-    one_line,
     own_flags,
     parse,
     print_help,
 )
+from .command import UsageError, as_usage_error, is_main_process, missing_packages, run_command, say
 from .data import (
     Data,
-    as_usage_error,
     evaluation_questions,
     load_data,
     training_questions,
@@ -78,7 +75,6 @@ if TYPE_CHECKING:
 
     from bft_hf import BFTConfig
 
-INSTALL = "packages are missing, pip install 'bft-hf[sft]' brings them: "
 GAIN_PROMPTS = 8
 
 
@@ -92,33 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def body() -> None:
         asked = vars(light_parser().parse_known_args(argv)[0])
         if "help" in asked or "help_all" in asked:
-            with as_usage_error(INSTALL, ImportError):
-                print_help(everything="help_all" in asked)
-            return 0
-        with _quiet():
+            print_help(everything="help_all" in asked)
+        else:
             _run(first_look(argv), shlex.join(["bft-sft", *argv]))
-    except UsageError as error:
-        print(f"bft-sft: {one_line(error)}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("bft-sft: interrupted", file=sys.stderr)
-        return 130
-    return 0
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Deprecation notices of the libraries are addressed to their callers, not to who types a command."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not is_main_process():  # read as the libraries are imported
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        yield
+    return run_command("bft-sft", body, extra="sft")
 
 
 def _run(look: FirstLook, command: str) -> None:
@@ -132,7 +110,7 @@ def _run(look: FirstLook, command: str) -> None:
     check_hub(look, check_sources(look))
     with _removed_on_refusal(folder):
         say("Importing the training libraries")
-        with as_usage_error(INSTALL, ImportError):
+        with as_usage_error(missing_packages("sft"), ImportError):
             arms = [
                 (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
                 for method in methods
@@ -175,17 +153,6 @@ def _check_reliability(arms: Sequence[tuple[str, SFTArguments, Any, Any]]) -> No
             say(f"{method} is a plain model and ignores --reliability")
         elif training.packing or training.padding_free:
             raise UsageError("--reliability: TRL's packing and padding_free drop it: leave them out")
-
-
-def say(text: str) -> None:
-    """A line of progress on stdout, seen at once in a pipe too; of several processes the first one's."""
-    if is_main_process():
-        print(text, flush=True)
-
-
-def is_main_process() -> bool:
-    """Whether this is the only process, or the first of those that `accelerate launch` started."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 
 @contextmanager

@@ -51,6 +51,20 @@ def stories260k(shared_data: Path) -> Path:
     return shared_data / "stories260K"
 
 
+def lora_config(**options: Any) -> Any:
+    """A LoRA of rank 2 on every linear module that trains and saves the filter too, off its start; keywords overrule."""
+    from peft import LoraConfig
+
+    fields: dict[str, Any] = {
+        "r": 2,
+        "target_modules": "all-linear",
+        "modules_to_save": ["bft"],
+        "init_lora_weights": False,
+        "task_type": "CAUSAL_LM",
+    }
+    return LoraConfig(**(fields | options))
+
+
 def make_tiny_llama(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import lora_config
 from huggingface_hub import ModelCard
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
@@ -20,15 +21,8 @@ CONFIG = BFTConfig(initial_process_noise=2.0, layers=(0, 2))
 
 
 def adapt(model: Any, **options: Any) -> Any:
-    fields: dict[str, Any] = {
-        "r": 2,
-        "target_modules": "all-linear",
-        "modules_to_save": ["bft"],
-        "init_lora_weights": False,
-        "task_type": "CAUSAL_LM",
-    }
     torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(**(fields | options))).eval()
+    model = get_peft_model(model, lora_config(**options)).eval()
     with torch.no_grad():
         for parameter in bft_hf.bft_parameters(model).values():
             parameter += 0.3

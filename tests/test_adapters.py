@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from conftest import lora_config
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -21,17 +22,6 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # Absolute units read W_O as well as the FFN's weights.
 CONFIG = BFTConfig(observation_units="absolute", initial_process_noise=0.5)
-
-
-def lora_config(**options: Any) -> LoraConfig:
-    fields: dict[str, Any] = {
-        "r": 2,
-        "target_modules": "all-linear",
-        "modules_to_save": ["bft"],
-        "init_lora_weights": False,
-        "task_type": "CAUSAL_LM",
-    }
-    return LoraConfig(**(fields | options))
 
 
 def adapt(model: Any, seed: int = 0, **options: Any) -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from bft_hf.recipes import runner
-from bft_hf.recipes.arguments import UsageError
 from bft_hf.recipes.bench import main
+from bft_hf.recipes.command import UsageError
 from bft_hf.recipes.grid import GRIDS, flags_of, parse_name, read_grid
 from bft_hf.recipes.runs import last_checkpoint, last_lines, read_record
 

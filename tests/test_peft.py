@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from conftest import lora_config
+from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -17,17 +18,6 @@ from bft_hf import BFTConfig
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(61))
 MASK = torch.ones_like(IDS)
 MASK[0, :4] = 0
-
-
-def lora_config(**options: Any) -> LoraConfig:
-    fields: dict[str, Any] = {
-        "r": 2,
-        "target_modules": "all-linear",
-        "modules_to_save": ["bft"],
-        "init_lora_weights": False,
-        "task_type": "CAUSAL_LM",
-    }
-    return LoraConfig(**(fields | options))
 
 
 def answer(model: Any) -> torch.Tensor:

@@ -19,7 +19,8 @@ from trl import SFTConfig, SFTTrainer
 
 import bft_hf
 from bft_hf import BFTCallback
-from bft_hf.recipes.arguments import METHODS, UsageError
+from bft_hf.recipes.arguments import METHODS
+from bft_hf.recipes.command import UsageError
 from bft_hf.recipes.losses import TOKEN_LOSSES, mean_token_loss, token_loss
 from bft_hf.recipes.trainer import FUSED_HEAD, BFTSFTConfig, BFTSFTTrainer
 
