@@ -108,4 +108,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
+        # PEFT's, of a base model that came out of a wheel and has no folder of its own.
+        warnings.filterwarnings("ignore", message="Could not find a config file")
         yield
