@@ -167,9 +167,9 @@ class BFTState(nn.Module):
         )
 
     def read_output_weight(self, projection: nn.Module) -> Tensor:
-        """W_O, without gradient; the effective one, so a merged or trained adapter counts. Kept until it may have changed."""
+        """W_O, the effective one, so a merged or trained adapter counts; kept until it may have changed. Not to be differentiated."""
         return self.output_weight.get(
-            [projection], lambda: effective_weight(projection).detach(), inference=not torch.is_grad_enabled()
+            [projection], lambda: effective_weight(projection), inference=not torch.is_grad_enabled()
         )
 
     def next_log_scale(self) -> Tensor | float:

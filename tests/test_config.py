@@ -123,6 +123,7 @@ def test_integers_pass_for_numbers_and_become_floats() -> None:
 @pytest.mark.parametrize("name", FIELDS)
 def test_json_round_trip_keeps_each_field(name: str) -> None:
     config = BFTConfig(**{name: OTHERS[name]})
+    assert json.loads(config.to_json_string()) == config.to_dict()
     for again in (BFTConfig.from_json_string(config.to_json_string()), BFTConfig.from_dict(config.to_dict())):
         assert again == config != BFTConfig()
         assert type(getattr(again, name)) is type(OTHERS[name])

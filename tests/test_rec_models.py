@@ -408,3 +408,28 @@ def test_inverse_std_is_that_of_the_norm() -> None:
     norm = torch.nn.LayerNorm(8, eps=1e-3, elementwise_affine=False, dtype=torch.float64)
     x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert_close((x - x.mean(-1, keepdim=True)) * inverse_std(x, norm)[:, None], norm(x))
+
+
+@all_kinds
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_kept_of_the_weights_is_renewed_after_a_step(kind: str, fused: bool) -> None:
+    model = make(kind, filter_defaults(observation_units="absolute"))
+    inputs = batch(kind)
+
+    def observed(which: Any) -> list[Tensor]:
+        with torch.no_grad(), bft_hf.record(which) as trace:
+            which(**inputs)
+        return [*trace.observation_precision, *trace.jacobian]
+
+    stale = observed(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=fused)
+    model(**inputs).last_hidden_state.square().sum().backward()
+    optimizer.step()
+    fresh = observed(copy.deepcopy(model))  # a copy has kept nothing
+    for before, after, expected in zip(stale, observed(model), fresh, strict=True):
+        assert torch.equal(after, expected)
+        assert kind == "hstu" or not torch.equal(before, after)
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.get_submodule("attention.o_proj" if kind != "hstu" else "o_proj").weight.mul_(1.5)
+    assert all(map(torch.equal, observed(model), observed(copy.deepcopy(model))))

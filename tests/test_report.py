@@ -339,3 +339,18 @@ def test_bad_input_is_one_line_and_status_2(case: str, runs: Path, capsys: pytes
     error = capsys.readouterr().err
     assert len(error.splitlines()) == 1 and error.startswith("bft-bench: ") and expected in error
     assert sorted(Path().rglob("*")) == before
+
+
+def test_a_narrow_interval_shows_its_width(tmp_path: Path, report: Callable[..., str]) -> None:
+    """A thousandth of a hit rate is what a recommender's arms differ by."""
+    for arm, shift in (("sft", 0.0), ("bft", 0.00123)):
+        for seed in SEEDS:
+            folder = write_run(tmp_path / "narrow", arm, 0, seed)
+            noise = np.random.default_rng([seed, ord(arm[0])]).normal(0, 1e-4, QUESTIONS)
+            rows = [{"id": f"q{i}", "f1": 0.3 + shift + float(x)} for i, x in enumerate(noise)]
+            (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = report(str(tmp_path / "narrow"), "--baseline", "sft", "--metric", "f1")
+    line = next(line for line in text.splitlines() if "better" in line and "| bft |" in line)
+    numbers = line.split("|")[3].strip()
+    low, high = (float(part) for part in numbers[numbers.index("[") + 1 : -1].split(","))
+    assert 0.0011 < low < high < 0.0013
