@@ -54,9 +54,8 @@ class BFTDecoderLayer(InPlaceSubclass):
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        if (
-            "_gradient_checkpointing_func" not in self.__dict__
-        ):  # as with a plain layer, until checkpointing is switched on
+        # As with a plain layer, until checkpointing is switched on.
+        if "_gradient_checkpointing_func" not in self.__dict__:
             raise AttributeError("_gradient_checkpointing_func")
         return functools.partial(_checkpoint, self.bft, self.__dict__["_gradient_checkpointing_func"])
 

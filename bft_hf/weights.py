@@ -100,9 +100,8 @@ class WeightState:
 def _tensors(module: nn.Module) -> list[Tensor]:
     if module._modules:
         return list(module.parameters())
-    return [
-        tensor for tensor in module._parameters.values() if tensor is not None
-    ]  # without a walk through no children
+    # Without a walk through children that are not there: this is asked for every token.
+    return [tensor for tensor in module._parameters.values() if tensor is not None]
 
 
 def _adapters(module: nn.Module) -> tuple[Any, ...] | None:
