@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.recipes.trainer import BFTSFTConfig, BFTSFTTrainer
+from distributed import leave
 
 ROWS = 4
 STEPS = 3
@@ -103,7 +104,7 @@ def main(folder: Path, *names: str) -> None:
             results["unused"] = {"error": str(error)}
     if torch.distributed.get_rank() == 0:
         torch.save(results, folder / "results.pt")
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import bft_hf
 from bft_hf import BFTConfig
+from distributed import leave
 
 IDS = torch.randint(3, 128, (4, 11), generator=torch.Generator().manual_seed(31))
 STEPS = 3
@@ -113,7 +114,7 @@ def main(folder: Path) -> None:
             results[name] = {"error": str(error)}
     if distributed.get_rank() == 0:
         torch.save(results, folder / "results.pt")
-    distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":
