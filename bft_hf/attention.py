@@ -74,6 +74,10 @@ class KrigingCall:
         key_bias: log lam_bar of the tokens as keys, near zero, (batch, token); None without kriging.
         reliability: rho of the tokens, (batch, token); None is 1 everywhere.
         key_variance: 1 / lam_bar, (batch, token), for prior_scale "neighbours".
+
+    Attributes:
+        output: what the call delivered, once it has.
+        update_scale: 1 / rms by which a norm on the attention's output divides it, (batch, token), where the units see that.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class KrigingCall:
         self.key_variance = key_variance
         self.estimator = ESTIMATORS[config.effective_sample_size]
         self.output: KrigingOutput | None = None
+        self.update_scale: Tensor | None = None
 
     def moment_channels(self, head_dim: int) -> int:
         """How many value channels carry v^2: one, or every head channel's own."""

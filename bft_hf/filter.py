@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from .activations import SILU, closed_form
 from .config import BFTConfig
 
 # --- 1 Observe: attention as kriging -----------------------------------------------------------------------------------
@@ -312,10 +313,11 @@ def gated_jacobian(
 
     def rows(gate: Tensor, up: Tensor, activated: Tensor | None = None) -> Tensor:
         gate, up = gate.to(dtype), up.to(dtype)
-        if is_silu(activation) and not torch.is_grad_enabled():
+        form = None if torch.is_grad_enabled() else closed_form(activation)
+        if form is not None:
             # act'(z) u in one pass, through which autograd could not go.
-            through_gate = torch.ops.aten.silu_backward(up, gate)
-            activated = nn.functional.silu(gate) if activated is None else activated
+            through_gate = form.times_slope(up, gate)
+            activated = form.value(gate) if activated is None else activated
         else:
             activated, slope = value_and_slope(activation, gate)
             through_gate = slope * up
@@ -334,7 +336,7 @@ def gated_jacobian(
 
 
 def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """act(x) and act'(x) of an elementwise function; SiLU in closed form, everything else by autograd.
+    """act(x) and act'(x) of an elementwise function, in closed form where there is one, everything else by autograd.
 
     Where gradients are on, both results carry them (the slope's is the second derivative).
     """
@@ -343,6 +345,10 @@ def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
         value = x * sigmoid
         return value, torch.addcmul(sigmoid, value, 1 - sigmoid)
     tracked = torch.is_grad_enabled() and x.requires_grad
+    form = None if tracked else closed_form(activation)
+    if form is not None:
+        x = x.detach()
+        return form.value(x), form.times_slope(torch.ones_like(x), x)
     with torch.enable_grad():
         point = x if tracked else x.detach().requires_grad_()
         value = activation(point)
@@ -352,4 +358,4 @@ def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
 
 def is_silu(activation: Callable[[Tensor], Tensor]) -> bool:
     """Whether an activation is SiLU, as a function or a module of torch's or of transformers'."""
-    return activation is nn.functional.silu or type(activation).__name__ in ("SiLU", "SiLUActivation")
+    return closed_form(activation) is SILU

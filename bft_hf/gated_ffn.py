@@ -3,68 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import filter
-from .state import BFTState, full_precision
-from .swap import InPlaceSubclass
+from .ffn import BFTFFN, JacobianReader
+from .weights import effective_weight
 
 
-class JacobianReader:
-    """Reads J from a gated FFN's activations while they exist.
-
-    An object of its own, since the hooks of device_map hand copies of lists to the modules they wrap.
-
-    Args:
-        coefficients: what `filter.gated_jacobian_coefficients` gave.
-        inverse_rms: 1 / rms of the input of the FFN's norm, (batch, token).
-        differentiate: whether gradients flow through J.
-
-    Attributes:
-        jacobian: J, (batch, token[, channel]), once the FFN has run.
-    """
-
-    jacobian: Tensor
-
-    def __init__(self, coefficients: tuple[Tensor, Tensor], inverse_rms: Tensor, differentiate: bool) -> None:
-        self.coefficients = coefficients
-        self.inverse_rms = inverse_rms
-        self.differentiate = differentiate
-
-    def read(self, gate: Tensor, up: Tensor, activated: Tensor, activation: Callable[[Tensor], Tensor]) -> None:
-        """Take J out of the pre-activations and the activation, (batch, token, ffn) each."""
-        with (
-            full_precision(gate),
-            torch.set_grad_enabled(self.differentiate) if torch.is_grad_enabled() else nullcontext(),
-        ):
-            self.jacobian = filter.gated_jacobian(gate, up, activation, *self.coefficients, self.inverse_rms, activated)
-
-
-class BFTGatedFFN(InPlaceSubclass):
-    """A gated FFN from which a reader can take the Jacobian."""
-
-    bft: BFTState
+class BFTGatedFFN(BFTFFN):
+    """A gated FFN, down(act(gate(x)) * up(x)), from which a reader can take the Jacobian."""
 
     def forward(self, hidden_states: Tensor, reader: JacobianReader | None = None) -> Tensor:
         """LlamaMLP.forward of transformers 5.24, step by step."""
-        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)  # type: ignore[attr-defined]
-        activation = self.act_fn  # type: ignore[attr-defined]
-        differentiate = reader is not None and reader.differentiate
-        # The compiler chooses by itself what to recompute.
-        if (
-            torch.is_grad_enabled()
-            and filter.is_silu(activation)
-            and not (differentiate or torch.compiler.is_compiling())
-        ):
-            product = GatedProduct.apply(gate, up, activation, reader)
-        else:
-            product = _gated_product(gate, up, activation, reader)
+        modules, anatomy = self._modules, self._bft_architecture  # type: ignore[attr-defined]
+        gate, up = modules[anatomy.gate_projection](hidden_states), modules[anatomy.up_projection](hidden_states)
+        product = gated_product(gate, up, getattr(self, anatomy.activation), reader)
         del gate, up  # so that the down projection finds as much memory as in the family's own expression
-        return self.down_proj(product)  # type: ignore[attr-defined]
+        return modules[anatomy.down_projection](product)
+
+    def jacobian_sources(self) -> list[nn.Module]:
+        """Gate, up and down projection."""
+        modules, anatomy = self._modules, self._bft_architecture  # type: ignore[attr-defined]
+        return [modules[anatomy.gate_projection], modules[anatomy.up_projection], modules[anatomy.down_projection]]
+
+    def jacobian_coefficients(self, channel_scale: Tensor, granularity: str) -> tuple[Tensor, ...]:
+        """As `filter.gated_jacobian_coefficients`."""
+        gate, up, down = (effective_weight(module).to(channel_scale.dtype) for module in self.jacobian_sources())
+        return filter.gated_jacobian_coefficients(gate, up, down, channel_scale, granularity)
+
+
+class BFTFusedGatedFFN(BFTGatedFFN):
+    """A gated FFN whose gate and up projection are one: the gate's rows first, as in Phi3."""
+
+    def forward(self, hidden_states: Tensor, reader: JacobianReader | None = None) -> Tensor:
+        """Phi3MLP.forward of transformers 5.24, step by step."""
+        modules, anatomy = self._modules, self._bft_architecture  # type: ignore[attr-defined]
+        gate, up = modules[anatomy.fused_projection](hidden_states).chunk(2, dim=-1)
+        product = gated_product(gate, up, getattr(self, anatomy.activation), reader)
+        del gate, up
+        return modules[anatomy.down_projection](product)
+
+    def jacobian_sources(self) -> list[nn.Module]:
+        """The fused projection and the down projection."""
+        modules, anatomy = self._modules, self._bft_architecture  # type: ignore[attr-defined]
+        return [modules[anatomy.fused_projection], modules[anatomy.down_projection]]
+
+    def jacobian_coefficients(self, channel_scale: Tensor, granularity: str) -> tuple[Tensor, ...]:
+        """As `filter.gated_jacobian_coefficients`."""
+        fused, down = (effective_weight(module).to(channel_scale.dtype) for module in self.jacobian_sources())
+        gate, up = fused.chunk(2)
+        return filter.gated_jacobian_coefficients(gate, up, down, channel_scale, granularity)
+
+
+def gated_product(
+    gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor], reader: JacobianReader | None
+) -> Tensor:
+    """act(gate) * up, (batch, token, ffn), of which a reader takes J."""
+    differentiate = reader is not None and reader.differentiate
+    # The compiler chooses by itself what to recompute.
+    if torch.is_grad_enabled() and filter.is_silu(activation) and not (differentiate or torch.compiler.is_compiling()):
+        return GatedProduct.apply(gate, up, activation, reader)
+    return _gated_product(gate, up, activation, reader)
 
 
 def _gated_product(

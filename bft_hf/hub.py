@@ -28,6 +28,9 @@ from .state import BFTState
 from .swap import InPlaceSubclass, restore_class, swap_class
 
 METHOD = "bft_hf"
+ACTIVATION_FIELDS = ("hidden_activation", "hidden_act")
+"""Under which name configurations keep the FFN's activation; Gemma2 and Gemma3 under the first."""
+
 ACTIVATION_MARK = " (a bft_hf checkpoint: run `import bft_hf` before loading it)"
 
 
@@ -37,9 +40,10 @@ class MarkedConfig(InPlaceSubclass):
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Write config.json with the marks described above."""
         values = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
-        activation = values["hidden_act"]
+        name = next(name for name in ACTIVATION_FIELDS if name in values)
+        activation = values[name]
         values["quantization_config"] = {"quant_method": METHOD, "hidden_act": activation}
-        values["hidden_act"] = activation + ACTIVATION_MARK
+        values[name] = activation + ACTIVATION_MARK
         with open(json_file_path, "w", encoding="utf-8") as file:
             file.write(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
@@ -130,12 +134,15 @@ class BFTCheckpointLoader(HfQuantizer):
         from .patching import patch
 
         config = model.config
-        config.hidden_act = self.quantization_config.hidden_act
+        activation = self.quantization_config.hidden_act
+        for name in ACTIVATION_FIELDS:
+            if getattr(config, name, None) == activation + ACTIVATION_MARK:
+                setattr(config, name, activation)
         del config.quantization_config
         for module in list(model.modules()):
             for name, child in module.named_children():
                 if isinstance(child, PendingActivation):
-                    setattr(module, name, ACT2FN[config.hidden_act])
+                    setattr(module, name, ACT2FN[activation])
         bft_config = BFTConfig.from_dict(config.bft_config)
         del config.bft_config
         patch(model, bft_config)

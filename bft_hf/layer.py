@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from . import filter, one_token
+from .architectures import Architecture
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
-from .gated_ffn import JacobianReader
+from .ffn import JacobianReader
 from .offload import resident
 from .one_token import OneTokenCall
 from .state import BFTState, Precisions, full_precision, state_dtype
 from .stream import STREAM, Stream
 from .swap import InPlaceSubclass
-from .weights import effective_weight
 
 
 class BFTAttention(InPlaceSubclass):
@@ -47,9 +47,10 @@ class BFTDecoderLayer(InPlaceSubclass):
     _bft_cache_argument: str
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        names = list(inspect.signature(inspect.unwrap(cls._bft_original_class.forward)).parameters)  # type: ignore[attr-defined]
-        cls._bft_argument_names = tuple(names[2:])  # after self and the hidden states
-        cls._bft_cache_argument = cache_argument(names)
+        if hasattr(cls, "_bft_original_class"):  # in front of a family's own class, that is
+            names = list(inspect.signature(inspect.unwrap(cls._bft_original_class.forward)).parameters)  # type: ignore[attr-defined]
+            cls._bft_argument_names = tuple(names[2:])  # after self and the hidden states
+            cls._bft_cache_argument = cache_argument(names)
         super().__init_subclass__(**kwargs)
 
     @property
@@ -89,8 +90,7 @@ class BFTDecoderLayer(InPlaceSubclass):
             call = self._kriging_call(precisions, hidden_states, stream, kwargs)
         name = self._bft_cache_argument
         kwargs[name] = WideningCache(kwargs.pop(name, None), call, attention.scaling)
-        normed = modules[anatomy.input_norm](hidden_states)
-        update, _ = attention(hidden_states=normed, bft_call=call, **kwargs)
+        update = self._attend(modules, anatomy, hidden_states, call, kwargs)
 
         # Update
         with full_precision(hidden_states):
@@ -106,7 +106,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         # Predict
         shown = bool(stream.traces) and state.config.propagate
         reader = self._jacobian_reader(hidden_states) if state.predicts or shown else None
-        output = modules[anatomy.ffn](modules[anatomy.ffn_norm](hidden_states), reader)
+        output = self._feed_forward(modules, anatomy, hidden_states, reader)
         jacobian = None if reader is None else reader.jacobian
         with full_precision(hidden_states):
             stream.write(state.slot + 1, self._predict(all_updated, jacobian))
@@ -125,15 +125,37 @@ class BFTDecoderLayer(InPlaceSubclass):
         key_bias = lam.log() - stream.log_scale[slot]
         call = OneTokenCall(kwargs.get(name), state, stream, kwargs["position_ids"], key_bias, attention.scaling)
         kwargs[name] = call
-        update, _ = attention(hidden_states=modules[anatomy.input_norm](hidden_states), bft_call=call, **kwargs)
+        update = self._attend(modules, anatomy, hidden_states, call, kwargs)
         gain, updated = filter.update(lam, call.variance.reciprocal())
         scale = self._scaled(gain, stream).to(hidden_states.dtype)
         hidden_states = torch.addcmul(hidden_states, update, scale.unsqueeze(-1))
         reader = self._jacobian_reader(hidden_states) if state.predicts else None
-        output = modules[anatomy.ffn](modules[anatomy.ffn_norm](hidden_states), reader)
+        output = self._feed_forward(modules, anatomy, hidden_states, reader)
         stream.write(slot + 1, self._predict((updated,), None if reader is None else reader.jacobian))
         stream.log_scale[slot + 1] = state.next_log_scale()
         return hidden_states + output
+
+    def _attend(
+        self,
+        modules: dict[str, nn.Module],
+        anatomy: Architecture,
+        hidden_states: Tensor,
+        call: KrigingCall | OneTokenCall,
+        kwargs: dict[str, Any],
+    ) -> Tensor:
+        """The update that enters the residual where the gain is 1; what it is made of is left in `call`."""
+        normed = modules[anatomy.input_norm](hidden_states)  # type: ignore[index]
+        return modules[anatomy.self_attention](hidden_states=normed, bft_call=call, **kwargs)[0]
+
+    def _feed_forward(
+        self,
+        modules: dict[str, nn.Module],
+        anatomy: Architecture,
+        hidden_states: Tensor,
+        reader: JacobianReader | None,
+    ) -> Tensor:
+        """What the FFN adds to the residual; J is left in `reader`."""
+        return modules[anatomy.ffn](modules[anatomy.ffn_norm](hidden_states), reader)  # type: ignore[index]
 
     def _scaled(self, gain: Tensor, stream: Stream) -> Tensor:
         """The gain as it multiplies the attention's output, measured meanwhile if the model is being calibrated."""
@@ -186,7 +208,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         estimate, moment, sample_size, neighbours, visible = call.output
         output_weight = None
         if (self.bft.config.granularity, self.bft.config.observation_units) != ("token", "relative"):
-            output_weight = self.bft.read_output_weight(getattr(attention, self.bft.architecture.output_projection))
+            output_weight = self._output_weight(getattr(attention, self.bft.architecture.output_projection))
         if visible is not None:
             visible = visible.expand(estimate.shape[:2])
         return filter.observe(
@@ -199,20 +221,20 @@ class BFTDecoderLayer(InPlaceSubclass):
             visible=visible,
         )
 
+    def _output_weight(self, projection: nn.Module) -> Tensor:
+        """W_O as the filter sees it: from the heads' values to the update that enters the residual."""
+        return self.bft.read_output_weight(projection)
+
     def _jacobian_reader(self, hidden_states: Tensor) -> JacobianReader:
         """What reads J from the FFN; the norm's scale, held fixed within J, is read from the norm's input here."""
         state, anatomy = self.bft, self.bft.architecture
         modules = self._modules  # type: ignore[attr-defined]
-        norm, ffn = modules[anatomy.ffn_norm], modules[anatomy.ffn]
-        projections = [
-            getattr(ffn, name) for name in (anatomy.gate_projection, anatomy.up_projection, anatomy.down_projection)
-        ]
-        dtype = state_dtype(hidden_states)
+        ffn = modules[anatomy.ffn]
+        norms = self._jacobian_norms(modules, anatomy)
 
-        def coefficients() -> tuple[Tensor, Tensor]:
-            gate, up, down = (effective_weight(projection).to(dtype) for projection in projections)
-            scale = resident(norm, "weight").to(dtype)
-            return filter.gated_jacobian_coefficients(gate, up, down, scale, state.config.granularity)
+        def coefficients() -> tuple[Tensor, ...]:
+            scale = self._channel_scale(norms, anatomy, hidden_states)
+            return ffn.jacobian_coefficients(scale, state.config.granularity)
 
         inference = not torch.is_grad_enabled()
         differentiate = state.config.differentiate_jacobian and not inference
@@ -220,11 +242,33 @@ class BFTDecoderLayer(InPlaceSubclass):
             if differentiate:
                 derived = coefficients()
             else:
-                derived = state.coefficients.get([*projections, norm], coefficients, inference)
-            length = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=dtype)
-            epsilon = getattr(norm, anatomy.norm_epsilon)
-            inverse_rms = torch.rsqrt(length * length / hidden_states.shape[-1] + epsilon)
-        return JacobianReader(derived, inverse_rms, differentiate)
+                derived = state.coefficients.get([*ffn.jacobian_sources(), *norms], coefficients, inference)
+            scale = self._input_scale(modules, anatomy, hidden_states)
+        return JacobianReader(derived, scale, differentiate)
+
+    def _jacobian_norms(self, modules: dict[str, nn.Module], anatomy: Architecture) -> list[nn.Module]:
+        """The norms whose weights J depends on."""
+        return [modules[anatomy.ffn_norm]]  # type: ignore[index]
+
+    def _channel_scale(self, norms: list[nn.Module], anatomy: Architecture, like: Tensor) -> Tensor:
+        """What multiplies each channel before and after the FFN, (channel,), in full precision."""
+        return norm_weight(norms[0], anatomy).to(state_dtype(like))
+
+    def _input_scale(self, modules: dict[str, nn.Module], anatomy: Architecture, hidden_states: Tensor) -> Tensor:
+        """What the norm before the FFN multiplies each token by, (batch, token)."""
+        return inverse_rms(hidden_states, modules[anatomy.ffn_norm], anatomy)  # type: ignore[index]
+
+
+def norm_weight(norm: nn.Module, anatomy: Architecture) -> Tensor:
+    """What an RMS norm multiplies each channel by, (channel,)."""
+    weight = resident(norm, "weight")
+    return weight + anatomy.norm_offset if anatomy.norm_offset else weight
+
+
+def inverse_rms(hidden_states: Tensor, norm: nn.Module, anatomy: Architecture) -> Tensor:
+    """1 / rms of an RMS norm's input, its epsilon included, (batch, token), in full precision."""
+    length = torch.linalg.vector_norm(hidden_states, dim=-1, dtype=state_dtype(hidden_states))
+    return torch.rsqrt(length * length / hidden_states.shape[-1] + getattr(norm, anatomy.norm_epsilon))
 
 
 def _checkpoint(

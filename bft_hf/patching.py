@@ -11,13 +11,15 @@ from torch import nn
 from .architectures import Architecture, find_base_model
 from .compat import forget_static_cache
 from .config import BFTConfig
-from .gated_ffn import BFTGatedFFN
+from .dressed import BFTDressedDecoderLayer
+from .gated_ffn import BFTFusedGatedFFN, BFTGatedFFN
 from .layer import BFTAttention, BFTDecoderLayer
 from .methods import override_methods, restore_methods
 from .offload import execution_device, has_foreign_forward, rebind_forward
 from .state import BFTState
 from .stream import start_stream
 from .swap import InPlaceSubclass, is_swapped, restore_class, swap_class
+from .ungated_ffn import BFTPlainFFN
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,7 +62,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
     embeddings = base.get_input_embeddings()
     for slot, index in enumerate(indices):
         layer = base.layers[index]
-        device = execution_device(getattr(layer, architecture.input_norm))
+        device = execution_device(getattr(layer, architecture.input_norm or architecture.layer_parts[1]))
         state = BFTState(
             config, architecture, indices, slot, base.config.hidden_size, embeddings.num_embeddings, device
         )
@@ -69,6 +71,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         for module, mixin in _swapped_modules(layer, architecture):
             swap_class(module, mixin)
             rebind_forward(module)
+        getattr(layer, architecture.ffn)._bft_architecture = architecture
     base.register_forward_pre_hook(start_stream, with_kwargs=True)
     base._bft_traces = []
     base._bft_calibration = None
@@ -111,7 +114,7 @@ def unpatch(model: Model) -> Model:
             for module, _ in _swapped_modules(layer, architecture):
                 restore_class(module)
                 rebind_forward(module)
-            del layer.bft
+            del layer.bft, getattr(layer, architecture.ffn)._bft_architecture
     for key, hook in list(base._forward_pre_hooks.items()):
         if hook is start_stream:
             del base._forward_pre_hooks[key]
@@ -221,10 +224,16 @@ def layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
 
 def _swapped_modules(layer: nn.Module, architecture: Architecture) -> list[tuple[nn.Module, type[InPlaceSubclass]]]:
     return [
-        (layer, BFTDecoderLayer),
+        (layer, BFTDressedDecoderLayer if architecture.dressed else BFTDecoderLayer),
         (getattr(layer, architecture.self_attention), BFTAttention),
-        (getattr(layer, architecture.ffn), BFTGatedFFN),
+        (getattr(layer, architecture.ffn), _ffn_mixin(architecture)),
     ]
+
+
+def _ffn_mixin(architecture: Architecture) -> type[InPlaceSubclass]:
+    if architecture.fused_projection is not None:
+        return BFTFusedGatedFFN
+    return BFTPlainFFN if architecture.gate_projection is None else BFTGatedFFN
 
 
 def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> None:

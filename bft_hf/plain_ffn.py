@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from .activations import RELU, closed_form
 from .filter import value_and_slope
 
 
@@ -60,12 +61,10 @@ def plain_jacobian(
         (batch, token), or (batch, token, channel) with the coefficients of "channel".
     """
     z = preactivation.to(coefficients.dtype)
-    slope = (z > 0).to(z.dtype) if _is_relu(activation) else value_and_slope(activation, z)[1]
+    form = closed_form(activation)
+    # ReLU's slope has no slope of its own, so it is the same with and without gradients.
+    slope = (z > 0).to(z.dtype) if form is RELU else value_and_slope(activation, z)[1]
     diagonal = slope @ coefficients
     if inverse_scale is None:
         return diagonal
     return diagonal * (inverse_scale if diagonal.ndim == inverse_scale.ndim else inverse_scale.unsqueeze(-1))
-
-
-def _is_relu(activation: Callable[[Tensor], Tensor]) -> bool:
-    return activation is torch.nn.functional.relu or type(activation).__name__ == "ReLU"

@@ -53,7 +53,7 @@ class Stream:
         self.shared: SharedByLayers | None = None
         self._slots: dict[int, Precisions] = {}
         self._rows: dict[tuple[Any, ...], Tensor] = {}
-        self._visible: tuple[Visibility, tuple[Tensor | int, Tensor | None]] | None = None
+        self._visible: tuple[tuple[Visibility, tuple[Tensor | int, Tensor | None]], ...] = ()
 
     def for_checkpoint(self, slot: int, precisions: Precisions) -> Stream:
         """A stream for one layer that runs, now or again, within the model's own activation checkpointing."""
@@ -97,8 +97,9 @@ class Stream:
             The count, (batch or 1, token), as a number from 1, one int where every query sees every key; and whether it really
             is one at least, None if always.
         """
-        if self._visible is not None and self._visible[0] == visibility:
-            return self._visible[1]
+        for known, visible in self._visible:  # two where layers with and without a sliding window take turns
+            if known == visibility:
+                return visible
         reliable = None
         if self.token_reliability is not None:
             # Static caches have room beyond the tokens seen so far, which the mask hides; sliding ones keep the last.
@@ -108,9 +109,9 @@ class Stream:
         if isinstance(count, int):
             return count, None
         seen = None if visibility.attention_mask is None and reliable is None else count > 0
-        visible = count.clamp_min(1).to(torch.float32), seen
-        self._visible = (visibility, visible)
-        return visible
+        counted = count.clamp_min(1).to(torch.float32), seen
+        self._visible = (*self._visible, (visibility, counted))
+        return counted
 
 
 def start_stream(

@@ -10,12 +10,26 @@ residual channels. Precisions are inverse variances, (B, T) with one value a tok
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
+from reference_families import (
+    Layer,
+    feed_forward,
+    ffn_update,
+    jacobian_diagonal,
+    layer_of,
+    linear,
+    norm_weight,
+    normed,
+    query_key_value,
+    rms_norm,
+    rotate,
+)
 from torch import Tensor
-from torch.nn import functional
+
+__all__ = ["Layer", "feed_forward", "jacobian_diagonal", "rms_norm", "rotate"]  # tests take them from here
 
 T = TypeVar("T")
 Signs = Callable[[int, Tensor, int, int], Tensor]
@@ -162,6 +176,7 @@ def attention_observation(
     key_precision: Tensor | None = None,
     num_keys: Tensor | int | None = None,
     scaling: float | None = None,
+    softcap: float | None = None,
 ) -> Observation:
     """Attention as kriging (step 1 of the method).
 
@@ -178,6 +193,7 @@ def attention_observation(
         key_precision: lam^key, the shape of precision, needed with separate_key_precision.
         num_keys: S of the probe's clamp [1/S, 1], (B, T) or a number; None counts the keys each query can weigh.
         scaling: Factor on the scores, None for 1 / sqrt(D).
+        softcap: Scores s of the model become c tanh(s / c); precisions weigh what comes of that.
 
     Returns:
         The observation.
@@ -194,6 +210,8 @@ def attention_observation(
     seen = visible.any(-1)
 
     scores = query @ key.transpose(-1, -2) * (head_dim**-0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None], -torch.inf)
     largest = scores.amax(-1, keepdim=True).detach()
     mass = (scores - largest.masked_fill(largest == -torch.inf, 0.0)).exp()
@@ -275,50 +293,14 @@ def _combine_heads(variance: Tensor, second_moment: Tensor, output_weight: Tenso
     return _ratio(numerator, power, equal)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Llama's norm and its scale 1 / rms, (..., 1)."""
-    inverse_rms = (hidden_states**2).mean(-1, keepdim=True).add(epsilon).rsqrt()
-    return weight * (hidden_states * inverse_rms), inverse_rms
-
-
-def rotate(states: Tensor, position_ids: Tensor, theta: float) -> Tensor:
-    """Rotary positions of the default kind on (B, H, T, D)."""
-    half = states.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=states.dtype, device=states.device) / half)
-    angle = position_ids[:, None, :, None].to(states.dtype) * frequency
-    first, second = states[..., :half], states[..., half:]
-    return torch.cat([first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()], -1)
-
-
-def _linear(x: Tensor, weights: Mapping[str, Tensor], name: str) -> Tensor:
-    return functional.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
-
-
-def feed_forward(normed: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """Llama's gated FFN with SiLU on normed states (..., C)."""
-    gate, up = _linear(normed, weights, "mlp.gate_proj"), _linear(normed, weights, "mlp.up_proj")
-    return _linear(gate * torch.sigmoid(gate) * up, weights, "mlp.down_proj")
-
-
-def jacobian_diagonal(hidden_states: Tensor, weights: Mapping[str, Tensor], epsilon: float) -> Tensor:
-    """diag of d FFN(norm(h)) / dh by autograd, with the norm's scale held fixed, (B, T, C)."""
-    norm_weight = weights["post_attention_layernorm.weight"]
-    inverse_rms = rms_norm(hidden_states, norm_weight, epsilon)[1]
-
-    def step(one: Tensor, scale: Tensor) -> Tensor:
-        return feed_forward(norm_weight * (one * scale), weights)
-
-    full = torch.func.vmap(torch.func.jacrev(step))(hidden_states.flatten(0, 1), inverse_rms.flatten(0, 1))
-    return full.diagonal(dim1=-2, dim2=-1).unflatten(0, hidden_states.shape[:2])
-
-
 def reference_layer(
     hidden_states: Tensor,
     precision: Tensor,
     weights: Mapping[str, Tensor],
-    llama_config: Any,
+    config: Any,
     settings: Settings,
     *,
+    index: int = 0,
     position_ids: Tensor,
     visible: Tensor,
     process_noise: Tensor | None,
@@ -328,16 +310,17 @@ def reference_layer(
     reliability: Tensor | None = None,
     num_keys: Tensor | int | None = None,
 ) -> LayerStep:
-    """One patched Llama layer: observe, update, predict.
+    """One patched layer: observe, update, predict.
 
     Args:
         hidden_states: (B, T, C).
         precision: lam, (B, T) or (B, T, C) by the granularity.
         weights: The layer's tensors under transformers' names within the layer ("self_attn.q_proj.weight", ...).
-        llama_config: A LlamaConfig.
-        settings: The configuration.
+        config: The model's configuration, of transformers.
+        settings: The filter's.
+        index: Of the layer.
         position_ids: (B, T).
-        visible: bool (B, T, T).
+        visible: bool (B, T, T), without what a window hides.
         process_noise: Q, (1,) or (C,); None in the last patched layer, whose prediction is not made.
         key_precision: lam^key, with separate_key_precision.
         key_process_noise: Its Q.
@@ -348,18 +331,26 @@ def reference_layer(
     Returns:
         The step.
     """
-    batch, tokens, _ = hidden_states.shape
-    normed, _ = rms_norm(hidden_states, weights["input_layernorm.weight"], llama_config.rms_norm_eps)
-
-    def split(name: str) -> Tensor:
-        return _linear(normed, weights, name).view(batch, tokens, -1, llama_config.head_dim).transpose(1, 2)
-
-    theta = llama_config.rope_parameters["rope_theta"]
-    output_weight = weights["self_attn.o_proj.weight"]
+    layer = layer_of(config, index)
+    anatomy = layer.anatomy
+    if layer.window is not None:
+        slots = torch.arange(visible.shape[-1])
+        visible = visible & (slots[:, None] - slots < layer.window)
+    query, key, value = query_key_value(
+        normed(hidden_states, weights, anatomy.input_norm, layer),
+        weights,
+        position_ids,
+        layer,
+        getattr(config, "num_key_value_heads", 0),
+    )
+    # From the heads' values to the update that enters the residual; a norm's scale follows once the update is there.
+    output_weight = layer.multiplier * weights["self_attn.o_proj.weight"]
+    if anatomy.attention_norm is not None:
+        output_weight = norm_weight(weights, anatomy.attention_norm, layer)[:, None] * output_weight
     observation = attention_observation(
-        rotate(split("self_attn.q_proj"), position_ids, theta),
-        rotate(split("self_attn.k_proj"), position_ids, theta),
-        split("self_attn.v_proj"),
+        query,
+        key,
+        value,
         precision,
         settings=settings,
         output_weight=output_weight,
@@ -368,29 +359,36 @@ def reference_layer(
         reliability=reliability,
         key_precision=key_precision,
         num_keys=num_keys,
+        scaling=layer.scaling,
+        softcap=layer.softcap,
     )
-    attended = _linear(observation.estimate.transpose(1, 2).flatten(2), weights, "self_attn.o_proj")
+    attended = linear(observation.estimate.transpose(1, 2).flatten(2), weights, "self_attn.o_proj")
+    if anatomy.attention_norm is not None:
+        attended, inverse_rms = rms_norm(attended, norm_weight(weights, anatomy.attention_norm, layer), layer.epsilon)
+        if settings.observation_units == "absolute":
+            scale = inverse_rms if settings.granularity == "channel" else inverse_rms.squeeze(-1)
+            observation = replace(observation, precision=observation.precision / scale**2)
+    update = layer.multiplier * attended
 
     observed = observation.precision
     gain = observed / (precision + observed)
     if not settings.gain:
         gain = torch.ones_like(gain) * (observation.visible if gain.dim() == 2 else observation.visible[..., None])
-    hidden_states = hidden_states + (gain if gain.dim() == 3 else gain[..., None]) * attended
+    hidden_states = hidden_states + (gain if gain.dim() == 3 else gain[..., None]) * update
     updated = precision + observed
     updated_key = None if key_precision is None else key_precision + observed
 
-    norm_weight, epsilon = weights["post_attention_layernorm.weight"], llama_config.rms_norm_eps
     jacobian = None
     if settings.propagate:
         if settings.differentiate_jacobian:
-            jacobian = jacobian_diagonal(hidden_states, weights, epsilon)
+            jacobian = jacobian_diagonal(hidden_states, weights, layer)
         else:
             jacobian = jacobian_diagonal(
-                hidden_states.detach(), {name: tensor.detach() for name, tensor in weights.items()}, epsilon
+                hidden_states.detach(), {name: tensor.detach() for name, tensor in weights.items()}, layer
             ).detach()
         if settings.granularity == "token":
             jacobian = jacobian.mean(-1)
-    hidden_states = hidden_states + feed_forward(rms_norm(hidden_states, norm_weight, epsilon)[0], weights)
+    hidden_states = hidden_states + ffn_update(hidden_states, weights, layer)[0]
 
     def predicted(lam: Tensor, noise: Tensor | None) -> Tensor:
         if noise is None or jacobian is None:
@@ -413,19 +411,21 @@ def reference_layer(
 def plain_layer(
     hidden_states: Tensor,
     weights: Mapping[str, Tensor],
-    llama_config: Any,
+    config: Any,
     *,
+    index: int = 0,
     position_ids: Tensor,
     visible: Tensor,
 ) -> Tensor:
-    """One Llama layer without the filter: the degenerate case in which precision plays no part."""
+    """One layer without the filter: the degenerate case in which precision plays no part."""
     nothing = Settings(effective_sample_size="exact", kriging=False, gain=False, propagate=False)
     step = reference_layer(
         hidden_states,
         torch.ones_like(hidden_states[..., 0]),
         weights,
-        llama_config,
+        config,
         nothing,
+        index=index,
         position_ids=position_ids,
         visible=visible,
         process_noise=None,
@@ -439,9 +439,9 @@ def causal_visibility(tokens: int, attention_mask: Tensor | None = None) -> Tens
     return visible if attention_mask is None else visible & attention_mask.bool()[:, None, :]
 
 
-def reference_llama(
+def reference_model(
     state_dict: Mapping[str, Tensor],
-    llama_config: Any,
+    config: Any,
     settings: Settings,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
@@ -454,14 +454,14 @@ def reference_llama(
     log_initial_key_precision: Tensor | None = None,
     num_keys: Tensor | int | None = None,
 ) -> ReferenceOutput:
-    """A whole patched Llama for causal language modelling, without cache and dropout.
+    """A whole patched model for causal language modelling, without cache and dropout.
 
     Args:
         state_dict: float64 tensors under the patched model's names; they may require gradients. The filter's own are
             `model.layers.{i}.bft.log_process_noise` (all patched layers but the last), `.log_initial_precision` (the
             first), and `.log_key_process_noise`, `.log_initial_key_precision` with separate_key_precision. When it
             holds none of them, or none that could matter, the settings' start values stand in.
-        llama_config: A LlamaConfig with default rotary positions and SiLU.
+        config: A configuration of transformers with default rotary positions.
         settings: The configuration.
         input_ids: (B, T).
         attention_mask: (B, T), 1 at real tokens.
@@ -480,8 +480,9 @@ def reference_llama(
         ValueError: The config asks for something the oracle does not know.
         KeyError: A filter parameter that matters under the settings is missing while others are there.
     """
-    if llama_config.rope_parameters["rope_type"] != "default" or llama_config.hidden_act != "silu":
-        raise ValueError("The oracle knows default rotary positions and SiLU alone.")
+    ropes = [rope for rope in config.rope_parameters.values() if isinstance(rope, dict)] or [config.rope_parameters]
+    if any(rope["rope_type"] != "default" for rope in ropes):
+        raise ValueError("The oracle knows default rotary positions alone.")
     batch, tokens = input_ids.shape
     if position_ids is None:
         position_ids = torch.arange(tokens)[None]
@@ -489,9 +490,9 @@ def reference_llama(
     if visible is None:
         visible = causal_visibility(tokens, attention_mask)
     visible = visible.expand(batch, tokens, tokens)
-    count = llama_config.num_hidden_layers
+    count = config.num_hidden_layers
     patched = sorted(range(count) if settings.layers is None else (i % count for i in settings.layers))
-    shape = (batch, tokens) if settings.granularity == "token" else (batch, tokens, llama_config.hidden_size)
+    shape = (batch, tokens) if settings.granularity == "token" else (batch, tokens, config.hidden_size)
     own_keys = any(".bft." in name for name in state_dict)
     state_matters = settings.gain or (
         settings.kriging and (not settings.separate_key_precision or settings.prior_scale == "neighbours")
@@ -520,6 +521,10 @@ def reference_llama(
         key_precision = initial("log_initial_key_precision", settings.kriging)
 
     hidden_states = state_dict["model.embed_tokens.weight"][input_ids]
+    if config.model_type.startswith("gemma"):
+        hidden_states = hidden_states * config.hidden_size**0.5
+    elif getattr(config, "embedding_multiplier", None) is not None:
+        hidden_states = hidden_states * config.embedding_multiplier
     steps: list[LayerStep | None] = []
     outputs = [hidden_states]
     for layer in range(count):
@@ -531,7 +536,7 @@ def reference_llama(
         }
         if layer not in patched:
             hidden_states = plain_layer(
-                hidden_states, weights, llama_config, position_ids=position_ids, visible=visible
+                hidden_states, weights, config, index=layer, position_ids=position_ids, visible=visible
             )
             steps.append(None)
             outputs.append(hidden_states)
@@ -545,15 +550,14 @@ def reference_llama(
                 key_noise = parameter(layer, "log_key_process_noise", settings.initial_process_noise, settings.kriging)
         layer_signs = None
         if settings.effective_sample_size == "probe":
-            layer_signs = _given(signs, "signs")(
-                layer, position_ids, llama_config.num_key_value_heads, settings.num_probes
-            )
+            layer_signs = _given(signs, "signs")(layer, position_ids, config.num_key_value_heads, settings.num_probes)
         step = reference_layer(
             hidden_states,
             precision,
             weights,
-            llama_config,
+            config,
             settings,
+            index=layer,
             position_ids=position_ids,
             visible=visible,
             process_noise=noise,
@@ -567,16 +571,20 @@ def reference_llama(
         steps.append(step)
         outputs.append(hidden_states)
 
-    outputs[-1], _ = rms_norm(hidden_states, state_dict["model.norm.weight"], llama_config.rms_norm_eps)
+    outputs[-1] = normed(hidden_states, state_dict, "model.norm", layer_of(config, 0))
     head = state_dict.get("lm_head.weight")
-    if head is None or llama_config.tie_word_embeddings:
+    if head is None or config.tie_word_embeddings:
         head = state_dict["model.embed_tokens.weight"]
+
+    logits = outputs[-1] @ head.T / (getattr(config, "logits_scaling", None) or 1.0)
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        logits = config.final_logit_softcapping * torch.tanh(logits / config.final_logit_softcapping)
 
     def by_layer(read: Callable[[LayerStep], Tensor | None]) -> list[Tensor | None]:
         return [None if step is None else read(step) for step in steps]
 
     return ReferenceOutput(
-        logits=outputs[-1] @ head.T,
+        logits=logits,
         hidden_states=outputs,
         precision=by_layer(lambda step: step.precision),
         updated_precision=by_layer(lambda step: step.updated_precision),
@@ -588,3 +596,6 @@ def reference_llama(
         weights=by_layer(lambda step: step.observation.weights),
         key_precision=by_layer(lambda step: step.key_precision),
     )
+
+
+reference_llama = reference_model

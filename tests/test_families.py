@@ -1,0 +1,368 @@
+"""Every supported family through one matrix: exactness, the oracle, the cache, saving, adapters, checkpointing, precision, padding."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import lora_config
+from reference import Settings, reference_model
+from torch import Tensor, nn
+from torch.testing import assert_close
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+import bft_hf
+from bft_hf import BFTConfig, one_token
+from bft_hf.architectures import ARCHITECTURES
+from bft_hf.filter import probe_signs
+from bft_hf.sample_size import NUM_PROBES
+from bft_hf.state import BFTState
+
+WINDOW = 4
+LAYER_TYPES = ["sliding_attention", "full_attention"]
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,  # its root, by which Gemma multiplies embeddings in float32, is a whole number
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": LAYER_TYPES},
+    "qwen3": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": LAYER_TYPES},
+    "smollm3": {
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": LAYER_TYPES,
+        "no_rope_layers": [1, 0],
+    },
+    "gemma": {},
+}
+"""What each family's tiny configuration has beyond the common fields: its own features, switched on."""
+
+EAGER_ONLY = {"gemma2"}
+"""transformers has no sdpa for them: their scores are soft-capped."""
+
+everywhere = pytest.mark.parametrize("family", [name for name, row in ARCHITECTURES.items() if not row.built_in])
+
+
+@functools.cache
+def plain_model(family: str) -> Any:
+    """A random model of a family in float64 and evaluation mode; not to be changed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**COMMON | FAMILIES[family]))
+        for parameter in model.parameters():  # norms and biases off their start values
+            if parameter.ndim == 1:
+                parameter.data.add_(0.3 * torch.randn_like(parameter))
+    return model.to(torch.float64).eval()
+
+
+def make_plain(family: str, dtype: torch.dtype = torch.float64, implementation: str | None = None) -> Any:
+    """A copy of that model; generate() and saving see an ordinary one."""
+    model = copy.deepcopy(plain_model(family)).to(dtype)
+    if implementation is not None:
+        model.set_attn_implementation(implementation)
+    return model
+
+
+def make_patched(family: str, config: BFTConfig | None = None, **options: Any) -> Any:
+    """Patched, and with the filter's parameters off their start values."""
+    model = bft_hf.patch(make_plain(family, **options), config)
+    for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):
+        parameter.data.add_(0.3 * index - 0.4)
+    return model
+
+
+def ids(batch: int = 2, tokens: int = 11) -> Tensor:
+    return torch.randint(3, COMMON["vocab_size"], (batch, tokens), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def logits(model: Any, **inputs: Any) -> Tensor:
+    return model(**(inputs or {"input_ids": ids()})).logits
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Root mean square of the difference, relative to that of the second."""
+    return ((one - other).double().norm() / other.double().norm()).item()
+
+
+# --- The plain model, and back to it ----------------------------------------------------------------------------------
+
+
+@everywhere
+def test_identity_start_is_the_plain_model_and_the_unit_start_is_not(family: str) -> None:
+    plain = make_plain(family)
+    expected = logits(plain)
+    near, nearer = (
+        distance(logits(bft_hf.patch(make_plain(family), config)), expected)
+        for config in (
+            BFTConfig.identity(),
+            BFTConfig(initial_precision_value=1e-6, initial_process_noise=1e6),
+        )
+    )
+    unit = distance(logits(bft_hf.patch(make_plain(family))), expected)
+    assert near < 1e-3
+    assert nearer < near / 10
+    assert unit > 20 * near
+    switched_off = BFTConfig(kriging=False, gain=False)
+    assert distance(logits(bft_hf.patch(make_plain(family), switched_off)), expected) < 1e-6
+
+
+@everywhere
+def test_unpatch_restores_exactly(family: str) -> None:
+    model = make_plain(family)
+    before = logits(model)
+    names, classes = list(model.state_dict()), [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    bft_hf.patch(model)
+    assert distance(logits(model), before) > 1e-3
+    bft_hf.unpatch(model)
+    assert torch.equal(logits(model), before)
+    assert list(model.state_dict()) == names
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+
+
+# --- The oracle -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Call it with a family: its norms, rotary angles, softmax and router stay in float64, where 1e-9 can be compared."""
+    softmax = nn.functional.softmax
+
+    def wide_softmax(input: Tensor, dim: int, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return softmax(input, dim, dtype=torch.promote_types(input.dtype, dtype or input.dtype), **kwargs)
+
+    def norm(self: Any, hidden_states: Tensor) -> Tensor:
+        weight = self.weight + 1 if "Gemma" in type(self).__name__ else self.weight
+        epsilon = self.eps if hasattr(self, "eps") else self.variance_epsilon
+        return weight * hidden_states * torch.rsqrt(hidden_states.square().mean(-1, keepdim=True) + epsilon)
+
+    def rotary(self: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
+        rope = self.config.rope_parameters
+        theta = (rope if layer_type is None else rope[layer_type])["rope_theta"]
+        half = torch.arange(0, COMMON["head_dim"], 2, dtype=torch.float64)
+        angles = position_ids[..., None].double() * theta ** (-half / COMMON["head_dim"])
+        return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([angles.sin()] * 2, dim=-1)
+
+    def widen(family: str) -> None:
+        module = sys.modules[type(plain_model(family)).__module__]
+        monkeypatch.setattr(nn.functional, "softmax", wide_softmax)
+        for name, cls in list(vars(module).items()):
+            if name.endswith("RMSNorm"):
+                monkeypatch.setattr(cls, "forward", norm)
+            elif name.endswith("RotaryEmbedding"):
+                monkeypatch.setattr(cls, "forward", rotary)
+
+    return widen
+
+
+ORACLE_CONFIGS = {
+    "default": BFTConfig(),
+    "absolute, token": BFTConfig(observation_units="absolute", differentiate_jacobian=True),
+    "absolute, channel": BFTConfig(
+        granularity="channel", observation_units="absolute", effective_sample_size="exact", differentiate_jacobian=True
+    ),
+    "relative, channel": BFTConfig(granularity="channel", prior_scale="neighbours", separate_key_precision=True),
+}
+
+
+@everywhere
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("config", ORACLE_CONFIGS.values(), ids=ORACLE_CONFIGS.keys())
+def test_values_and_gradients_are_the_oracles(
+    family: str, implementation: str, config: BFTConfig, all_in_float64: Callable[[str], None]
+) -> None:
+    if implementation == "sdpa" and family in EAGER_ONLY:
+        pytest.skip("transformers has no sdpa for this family")
+    all_in_float64(family)
+    model = make_patched(family, config, implementation=implementation)
+    model.double()
+    mask = torch.ones(2, 11, dtype=torch.long)
+    if implementation == "sdpa":  # plain eager attention makes NaN of a fully masked row in float64
+        mask[1, :3] = 0
+    kept = mask.bool()
+    inputs = {"input_ids": ids(), "attention_mask": mask}
+    with bft_hf.record(model) as trace:
+        output = model(**inputs)
+
+    state = {name: value.detach().clone().requires_grad_() for name, value in model.state_dict().items()}
+    settings = {name: value for name, value in vars(config).items() if name in Settings.__dataclass_fields__}
+    reference = reference_model(
+        state, model.config, Settings(**settings, num_probes=NUM_PROBES), **inputs, signs=probe_signs
+    )
+    tight = {"rtol": 1e-9, "atol": 1e-9}
+    assert_close(output.logits[kept], reference.logits[kept], **tight)
+    for name in ("precision", "observation_precision", "gain", "updated_precision", "jacobian"):
+        for ours, theirs in zip(getattr(trace, name), getattr(reference, name), strict=True):
+            assert_close(ours[kept], theirs.detach()[kept], **tight, msg=lambda text, name=name: f"{name}: {text}")
+    for name in ("effective_sample_size", "residual_variance"):
+        for ours, theirs in zip(getattr(trace, name), getattr(reference, name), strict=True):
+            assert_close(ours.transpose(1, 2)[kept], theirs.detach().transpose(1, 2)[kept], **tight)
+
+    generator = torch.Generator().manual_seed(1)
+    weights = torch.randn(output.logits.shape, generator=generator, dtype=torch.float64) * kept[..., None]
+    (output.logits * weights).sum().backward()
+    (reference.logits * weights).sum().backward()
+    for name, parameter in model.named_parameters():
+        expected = state[name].grad
+        if model.config.tie_word_embeddings and name == "model.embed_tokens.weight" and "lm_head.weight" in state:
+            head = state["lm_head.weight"].grad
+            expected = expected if head is None else expected + head
+        scale = expected.abs().max().item()
+        assert scale > 0, f"{name} is dead"
+        assert_close(
+            parameter.grad,
+            expected,
+            rtol=1e-8,
+            atol=1e-8 * scale,
+            msg=lambda text, name=name: f"gradient of {name}: {text}",
+        )
+
+
+# --- Decoding ---------------------------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_decoding_by_the_cache_is_one_pass(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token and in pieces, past the sliding window; the short way of a single token is among them."""
+    short: list[int] = []
+    update = one_token.OneTokenCall.update
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        short.append(self._state.slot)
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(one_token.OneTokenCall, "update", counted)
+    model = make_patched(family, dtype=torch.float32)
+    row = ids(batch=2, tokens=14)
+    whole = logits(model, input_ids=row)
+    for pieces in ([1] * 14, [3, 1, 1, 5, 1, 1, 2]):
+        cache, parts = None, []
+        for piece in row.split(pieces, dim=1):
+            with torch.no_grad():
+                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            parts.append(output.logits)
+        assert_close(torch.cat(parts, dim=1), whole, rtol=1e-4, atol=1e-4)
+    assert bool(short) == (family not in EAGER_ONLY)  # eager attention is always given a mask
+    generated = model.generate(row[:1, :6], max_new_tokens=6, do_sample=False, pad_token_id=0)
+    again = model.generate(row[:1, :6], max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False)
+    assert torch.equal(generated, again)
+
+
+@everywhere
+def test_a_left_padded_row_is_the_row_alone(family: str) -> None:
+    model = make_patched(family, dtype=torch.float32)
+    row = ids(batch=1, tokens=9)
+    alone = logits(model, input_ids=row)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), row], dim=1)
+    mask = (padded != 0).long()
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    shown = logits(model, input_ids=padded, attention_mask=mask, position_ids=positions)[:, 4:]
+    assert_close(shown, alone, rtol=1e-4, atol=1e-4)
+    assert distance(logits(model, input_ids=padded)[:, 4:], alone) > 1e-3
+
+
+# --- Saving, adapters, training ---------------------------------------------------------------------------------------
+
+
+@everywhere
+def test_saved_and_loaded_by_auto_classes(family: str, tmp_path: Path) -> None:
+    model = make_patched(family, BFTConfig(initial_precision_value=0.7), dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
+    assert bft_hf.get_config(again) == bft_hf.get_config(model)
+    assert again.config.model_type == family
+    state, loaded = model.state_dict(), again.state_dict()
+    assert state.keys() == loaded.keys()
+    assert all(torch.equal(state[name], loaded[name]) for name in state)
+    assert torch.equal(logits(again), logits(model))
+    bft_hf.unpatch(again).save_pretrained(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert not bft_hf.is_patched(plain)
+    assert_close(logits(plain), logits(make_plain(family, dtype=torch.float32)))
+
+
+@everywhere
+def test_lora_trains_and_merges(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_patched(family, dtype=torch.float32), lora_config())
+    model.eval()
+    before = logits(model)
+    optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-2))
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    assert any(".bft." in name for name in trained)
+    for _ in range(2):
+        model(input_ids=ids(), labels=ids()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        if name in trained:
+            assert not torch.equal(parameter, trained[name]), name
+    after = logits(model)
+    assert distance(after, before) > 1e-3
+    with bft_hf.record(model) as apart:
+        logits(model)
+    merged = model.merge_and_unload()
+    with bft_hf.record(merged) as together:
+        assert_close(logits(merged), after, rtol=1e-3, atol=1e-4)
+    for one, other in zip(apart.jacobian, together.jacobian, strict=True):  # J sees the adapter before and after
+        assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@everywhere
+def test_checkpointing_gives_the_same_gradients(family: str) -> None:
+    gradients = []
+    for use_reentrant in (None, False, True):
+        model = make_patched(family).train()
+        if use_reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+        loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for other in gradients[1:]:
+        for name, gradient in gradients[0].items():
+            assert_close(other[name], gradient, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@everywhere
+def test_bfloat16_is_near_float32(family: str) -> None:
+    wide = make_patched(family, dtype=torch.float32)
+    narrow = make_patched(family, dtype=torch.bfloat16)
+    assert all(p.dtype == torch.float32 for p in bft_hf.bft_parameters(narrow).values())
+    plain = distance(logits(make_plain(family, dtype=torch.bfloat16)), logits(make_plain(family, dtype=torch.float32)))
+    assert distance(logits(narrow), logits(wide)) < 2.5 * plain + 0.01
+    narrow(input_ids=ids(), labels=ids()).loss.backward()
+    assert all(torch.isfinite(p.grad).all() for p in narrow.parameters() if p.grad is not None)
+
+
+@everywhere
+def test_every_layer_takes_part(family: str) -> None:
+    """No layer is left as it was, and each reads its neighbour's precision."""
+    model = make_patched(family)
+    states = [module for module in model.modules() if isinstance(module, BFTState)]
+    assert [state.layer_index for state in states] == [0, 1]
+    with bft_hf.record(model) as trace:
+        logits(model)
+    assert len(trace.gain) == 2
+    assert not torch.equal(trace.precision[0], trace.precision[1])
