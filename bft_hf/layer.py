@@ -76,6 +76,8 @@ class BFTDecoderLayer(InPlaceSubclass):
         if args:
             kwargs.update(zip(self._bft_argument_names, args, strict=False))
         stream = self._stream(kwargs.pop(STREAM, None))
+        if stream.device != hidden_states.device:
+            stream.follow(state.slot, hidden_states.device)
         if state.slot == 0:
             stream.short = one_token.covers(state.config, stream, hidden_states)
         # Observe

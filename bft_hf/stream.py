@@ -36,6 +36,7 @@ class Stream:
         in_checkpoint: whether a layer runs within the model's own activation checkpointing.
         calibration: measures the gains of the pass while `calibrate` runs it.
         short: whether `one_token` covers the pass, and `shared`, what its layers share there.
+        device: where the layer ran that came last.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Stream:
         self.calibration: Calibration | None = None
         self.short = False
         self.shared: SharedByLayers | None = None
+        self.device: torch.device | None = None
         self._slots: dict[int, Precisions] = {}
         self._rows: dict[tuple[Any, ...], Tensor] = {}
         self._visible: tuple[tuple[Visibility, tuple[Tensor | int, Tensor | None]], ...] = ()
@@ -68,6 +70,20 @@ class Stream:
     def share(self, inner: Stream) -> None:
         """Keep what a layer's own stream worked out for all layers."""
         self.signs, self._visible = inner.signs, inner._visible
+
+    def follow(self, slot: int, device: torch.device) -> None:
+        """Bring what layer `slot` reads to its device: a device_map spreads layers over several."""
+        self.device = device
+        if slot in self._slots:
+            self._slots[slot] = tuple(precision.to(device) for precision in self._slots[slot])
+        scale = self.log_scale.get(slot)
+        if isinstance(scale, Tensor):
+            self.log_scale[slot] = scale.to(device)
+        for name in ("input_ids", "token_reliability", "signs"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.to(device))
+        self.shared = None
 
     def read(self, slot: int) -> Precisions | None:
         """The precisions that patched layer `slot` starts from; None for the first one, which makes its own."""

@@ -35,7 +35,8 @@ class Visibility:
         return (
             isinstance(other, Visibility)
             and self.attention_mask is other.attention_mask
-            and (self.tokens, self.keys, self.flash) == (other.tokens, other.keys, other.flash)
+            and (self.tokens, self.keys, self.flash, self.device)
+            == (other.tokens, other.keys, other.flash, other.device)
         )
 
     __hash__ = None  # type: ignore[assignment]
