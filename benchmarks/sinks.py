@@ -1,0 +1,172 @@
+"""What a learned gate and the filter's gain do as the context grows, in small Llamas trained side by side from scratch.
+
+A Llama of 0.9 million parameters learns to continue running text of SQuAD's training articles, behind one first token: plain,
+with a sigmoid gate on its attention (one a head, or one a channel), as a filter, or both. Every arm gets the same seeds: the
+same first weights and batches. On articles it has not seen are measured nats a token, the weight on the first token,
+Kish's n, the gain and the gate, by context length. From a clone with the tests' data beside it:
+
+    python benchmarks/sinks.py --output docs/results/sinks --threads 1
+
+Finished runs (one JSON each) are not run again; `--table` prints what is there, `--figure FILE` draws it.
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import math
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import bft_hf
+from bft_hf import BFTConfig
+from bft_hf.recipes.inspection.gates import add_gates
+from bft_hf.recipes.inspection.profile import by_length, correlation, profile
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DATA = REPOSITORY.parent / "shared" / "data"
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 128, 4, 4, 512, 4, 300
+LEARNING_RATE, WARM_UP = 2e-3, 30
+LENGTHS = (32, 64, 128, 256, 512)
+SCORED, PROFILED = 32, 16
+FIRST_TOKEN = 1
+
+# A form of gate, and BFTConfig's fields where the model is patched.
+ARMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gate, head": {"gate": "head"},
+    "gate, element": {"gate": "element"},
+    "bft": {"filter": {}},
+    "bft and gate, head": {"gate": "head", "filter": {}},
+}
+
+
+def articles(tokenizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The running text of every article as tokens: those to train on, and one in ten that is kept."""
+    cache = REPOSITORY / "build" / "sinks.pt"
+    if cache.exists():
+        return torch.load(cache)
+    sides: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for article in json.loads(gzip.decompress((DATA / "squad" / "train-v1.1.json.gz").read_bytes()))["data"]:
+        held_out = hashlib.blake2b(article["title"].encode(), digest_size=8).digest()[0] < 26
+        text = "\n".join(paragraph["context"] for paragraph in article["paragraphs"])
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) >= CONTEXT:
+            sides[held_out].append(torch.tensor(ids, dtype=torch.int16))
+    cache.parent.mkdir(exist_ok=True)
+    torch.save(sides, cache)
+    return sides
+
+
+def draw(side: list[Tensor], count: int, generator: torch.Generator) -> Tensor:
+    """So many stretches of text, each behind the first token, (row, CONTEXT + 1)."""
+    weights = torch.tensor([float(len(ids)) for ids in side])
+    rows = []
+    for place in torch.multinomial(weights, count, replacement=True, generator=generator).tolist():
+        start = int(torch.randint(0, len(side[place]) - CONTEXT + 1, (1,), generator=generator))
+        rows.append(torch.cat([torch.tensor([FIRST_TOKEN]), side[place][start : start + CONTEXT].long()]))
+    return torch.stack(rows)
+
+
+def run(arm: str, seed: int) -> dict[str, Any]:
+    """Train and measure one model."""
+    tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
+    train, held_out = articles(tokenizer)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=WIDTH,
+            intermediate_size=WIDTH * 8 // 3,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=CONTEXT,
+            tie_word_embeddings=True,
+        )
+    )
+    settings = ARMS[arm]
+    if "gate" in settings:
+        add_gates(model, settings["gate"])
+    if "filter" in settings:
+        bft_hf.patch(model, BFTConfig(**settings["filter"]))
+    optimizer = torch.optim.AdamW(bft_hf.param_groups(model, LEARNING_RATE, weight_decay=0.1), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+    )
+    draws = torch.Generator().manual_seed(seed)
+    losses = []
+    start = time.process_time()
+    for _ in range(STEPS):
+        rows = draw(train, BATCH, draws)
+        loss = cross_entropy(model(rows[:, :-1], use_cache=False).logits.flatten(0, 1), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    seconds = time.process_time() - start
+
+    model.eval()
+    rows = draw(held_out, SCORED, torch.Generator().manual_seed(0))
+    scores = []
+    with torch.inference_mode():
+        for row in rows:
+            scores.append(cross_entropy(model(row[None, :-1], use_cache=False).logits[0], row[1:]).item())
+    found = profile(model, list(rows[:PROFILED, :-1]))
+    return {
+        "arm": arm,
+        "seed": seed,
+        "steps": STEPS,
+        "held_out_nll": statistics.fmean(scores),
+        "train_loss": statistics.fmean(losses[-20:]),
+        "by_length": [
+            {name: round(statistics.fmean(value), 6) if name != "length" else value for name, value in row.items()}
+            for row in by_length(found, LENGTHS)
+        ],
+        "correlation": {
+            name: round(statistics.fmean(correlation(found, name)), 4)
+            for name in ("gain", "gate")
+            if getattr(found, name) is not None
+        },
+        "filter": {
+            name: [round(parameter.mean().item(), 4), round(parameter.std(correction=0).item(), 4)]
+            for name, parameter in bft_hf.bft_parameters(model).items()
+        },
+        "cpu_seconds": round(seconds, 1),
+    }
+
+
+def main() -> int:
+    """Run what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--threads", type=int, help="torch's threads")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for seed in args.seeds:
+        for arm in args.arms:
+            path = args.output / f"{arm.replace(' ', '_').replace(',', '')}_seed={seed}.json"
+            if path.exists():
+                continue
+            result = run(arm, seed)
+            path.with_suffix(".tmp").write_text(json.dumps(result) + "\n")
+            path.with_suffix(".tmp").rename(path)
+            print(f"{path.stem}: {result['held_out_nll']:.4f} in {result['cpu_seconds']} CPU s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
