@@ -45,13 +45,18 @@ def plain(layer_arguments: dict[str, Any]) -> bool:
 
 
 class SharedByLayers:
-    """What every layer's attention appends beside numbers of its own, made once a pass.
+    """What the layers' attentions append, made once a pass: rows that are ready but for the two numbers a layer writes.
 
     Args:
         state: of any patched layer.
         position_ids: (batch or 1, 1).
         key: a layer's new keys, (batch, kv_head, 1, head_dim).
         scaling: of the attention's logits.
+
+    Attributes:
+        beside_key: by slot, (batch, kv_head, 1, width - head_dim), of which `key_bias` is the first channel, (batch, kv_head).
+        beside_value: by slot, alike; `moment` is its first channel, (batch, kv_head, 1, 1), and the signs are in the next.
+        beside_query: (batch, head, 1, width - head_dim), once a query has been seen.
     """
 
     def __init__(self, state: BFTState, position_ids: Tensor, key: Tensor, scaling: float) -> None:
@@ -59,12 +64,12 @@ class SharedByLayers:
         width = widened(state.config, self.head_dim) - self.head_dim
         constant = query_constant(scaling)
         self.bias_unit = scaling * constant
-        row = key.new_zeros(batch, 1, 1, width)
-        self.beside_key = row[..., 1:].expand(-1, heads, -1, -1)
-        self.beside_value = row[..., 1 + NUM_PROBES :].expand(-1, heads, -1, -1)
-        self.beside_query = nn.functional.pad(row[..., 1:], (1, 0), value=constant)
-        signs = filter.probe_signs(state.layers, position_ids, heads, NUM_PROBES).to(key.dtype)
-        self.signs = signs.expand(-1, batch, -1, -1, -1).unbind()
+        keys, values = key.new_zeros(2, len(state.layers), batch, heads, 1, width).unbind()
+        values[..., 1 : 1 + NUM_PROBES] = filter.probe_signs(state.layers, position_ids, heads, NUM_PROBES)
+        self.beside_key, self.key_bias = keys.unbind(), keys[..., 0, 0].unbind()
+        self.beside_value, self.moment = values.unbind(), values[..., :1].unbind()
+        self.beside_query = nn.functional.pad(key.new_full((batch, 1, 1, 1), constant), (0, width - 1))
+        self.zero, self.one = key.new_zeros((), dtype=torch.float32), key.new_ones((), dtype=torch.float32)
 
 
 class OneTokenCall:
@@ -102,12 +107,12 @@ class OneTokenCall:
         shared = self._stream.shared
         if shared is None:
             shared = self._stream.shared = SharedByLayers(self._state, self._position_ids, key, self._scaling)
-        bias = self._key_bias if shared.bias_unit == 1 else self._key_bias / shared.bias_unit
-        bias = bias.to(key.dtype).view(-1, 1, 1, 1).expand(-1, key.shape[1], -1, -1)
+        slot = self._state.slot
+        shared.key_bias[slot].copy_(self._key_bias if shared.bias_unit == 1 else self._key_bias / shared.bias_unit)
         norm = torch.linalg.vector_norm(value, dim=-1, keepdim=True, dtype=torch.float32)
-        moment = (norm * norm / shared.head_dim).to(value.dtype)
-        key = torch.cat([key, bias, shared.beside_key], dim=-1)
-        value = torch.cat([value, moment, shared.signs[self._state.slot], shared.beside_value], dim=-1)
+        torch.addcmul(shared.zero, norm, norm, value=1 / shared.head_dim, out=shared.moment[slot])
+        key = torch.cat([key, shared.beside_key[slot]], dim=-1)
+        value = torch.cat([value, shared.beside_value[slot]], dim=-1)
         return (key, value) if self._cache is None else self._cache.update(key, value, *args, **kwargs)
 
     def attend(
@@ -122,14 +127,17 @@ class OneTokenCall:
         """
         shared = self._stream.shared
         assert shared is not None
-        query = torch.cat([query, shared.beside_query.expand(-1, query.shape[1], -1, -1)], dim=-1)
+        if shared.beside_query.shape[1] != query.shape[1]:
+            shared.beside_query = shared.beside_query.expand(-1, query.shape[1], -1, -1)
+        query = torch.cat([query, shared.beside_query], dim=-1)
         output, weights = function(module, query, key, *args, **kwargs)
-        estimate, extras = output.split([shared.head_dim, output.shape[-1] - shared.head_dim], dim=-1)
+        head_dim = shared.head_dim
+        estimate, extras = output[..., :head_dim], output[..., head_dim:].float()
         norm = torch.linalg.vector_norm(estimate, dim=-1, dtype=torch.float32)
-        extras = extras.float()
         # Without any value power the quotient is no number, and nothing is unexplained.
-        unexplained = (1 - norm * norm / (extras[..., 0] * shared.head_dim)).clamp_min_(0).nan_to_num_(0)
+        unexplained = torch.addcdiv(shared.one, norm * norm, extras[..., 0], value=-1 / head_dim)
+        unexplained = unexplained.clamp_min_(0).nan_to_num_(0)
         probes = torch.linalg.vector_norm(extras[..., 1 : 1 + NUM_PROBES], dim=-1)
-        square_sum = (probes * probes).div_(NUM_PROBES).clamp_(1 / key.shape[2], 1)
-        self.variance = ((unexplained + square_sum) * square_sum).mean(-1)
+        square_sum = torch.addcmul(shared.zero, probes, probes, value=1 / NUM_PROBES).clamp_(1 / key.shape[2], 1)
+        self.variance = unexplained.add_(square_sum).mul_(square_sum).mean(-1)
         return estimate, weights
