@@ -101,4 +101,8 @@ class GatedProduct(torch.autograd.Function):
         if torch.is_grad_enabled():  # somebody differentiates this pass again
             activated, slope = filter.value_and_slope(nn.functional.silu, gate)
             return grad * up * slope, grad * activated, None, None
-        return torch.ops.aten.silu_backward(grad * up, gate), grad * nn.functional.silu(gate), None, None
+        # In place: at these sizes fresh memory costs more than the arithmetic.
+        through_up = nn.functional.silu(gate).mul_(grad)
+        through_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(through_gate, gate, grad_input=through_gate)
+        return through_gate, through_up, None, None
