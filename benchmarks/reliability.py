@@ -1,0 +1,127 @@
+"""What reliability is worth in retrieval: answer NLL with distractors, by what the filter is told of the passages.
+
+Natural Questions with their gold passage and k others, SmolLM2-135M as it is or with an adapter, in the plain model and in one
+patched near its own function; the passages' reliability is absent, a retriever's (BM25 over the prompt's passages), or an
+oracle's: 1 for the gold passage and a constant for the others, which no user has, so it is what a perfect retriever could
+bring. From a clone with the tests' data beside it:
+
+    python benchmarks/reliability.py --output docs/results/reliability
+    python benchmarks/reliability.py --output docs/results/reliability --table     # again from what is there
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import bft_hf
+from bft_hf import BFTConfig
+from bft_hf.noise.distractors import add_distractors
+from bft_hf.noise.reliability import retriever_reliability
+from bft_hf.recipes.evaluation import evaluate_answers
+from bft_hf.recipes.intervals import hierarchical_bootstrap
+from bft_hf.recipes.models import load_model_and_tokenizer
+from bft_hf.recipes.questions import load_questions
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "nq"
+STARTS: dict[str, dict[str, Any]] = {
+    "identity": {"gain": False, "propagate": False},
+    "Q 100": {"initial_process_noise": 100.0, "initial_precision_value": 0.01},
+    "unit": {},
+}
+"""In "identity" no gain and no prediction change the pretrained function: reliability alone acts, as a key's weight."""
+ORACLE = {"identity": (0.5, 0.2, 0.05), "Q 100": (0.2,), "unit": (0.2,)}
+
+
+def rate(row: dict[str, Any], others: float) -> dict[str, Any]:
+    """Reliability 1 for a row's gold passage, `others` for each distractor."""
+    rated = [{**passage, "reliability": [1.0 if passage["gold"] else others]} for passage in row["passages"]]
+    return {"passages": rated}
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure every cell that has no file yet, each into one of its own."""
+    model, tokenizer = load_model_and_tokenizer("smollm2-135m")
+    if arguments.adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, str(arguments.adapter)).merge_and_unload()
+    questions = load_questions(str(DATA / arguments.data), split="all", limit=arguments.questions, seed=0)
+    for k in arguments.distractors:
+        rows = add_distractors(questions, k, seed=0, source=("ctxs", "bm25"), progress=False)
+        cells: dict[tuple[str, str], Any] = {("plain", "none"): rows}
+        for start in STARTS:
+            cells |= {(start, "none"): rows, (start, "retriever"): retriever_reliability(rows, progress=False)}
+            cells |= {(start, f"oracle {rho}"): rows.map(rate, fn_kwargs={"others": rho}) for rho in ORACLE[start]}
+        for (start, told), rated in cells.items():
+            name = f"k={k}_{start}_{told}".replace(" ", "-")
+            path = arguments.output / f"{name}.json"
+            if path.exists() or (k == 0 and told != "none"):
+                continue
+            if start != "plain":
+                bft_hf.patch(model, BFTConfig(**STARTS[start]))
+            with torch.autocast("cpu", torch.bfloat16):
+                result = evaluate_answers(
+                    model, tokenizer, rated, batch_size=8, max_length=1280, generate_first=arguments.generate,
+                    max_new_tokens=16, reliability=told != "none", desc=name,
+                )  # fmt: skip
+            if start != "plain":
+                bft_hf.unpatch(model)
+            summary = {"k": k, "start": start, "reliability": told, "data": arguments.data, **result.summary()}
+            per_question = {key: [row[key] for row in result.per_question] for key in ("id", "answer_nll", "f1")}
+            path.write_text(json.dumps({**summary, "per_question": per_question}) + "\n")
+
+
+def table(folder: Path) -> str:
+    """Markdown: every cell beside the plain model and beside its own start without reliability, paired by question."""
+    cells = {}
+    for path in sorted(folder.glob("k=*.json")):
+        cell = json.loads(path.read_text())
+        cells[cell["k"], cell["start"], cell["reliability"]] = cell
+    lines = ["| k | model | reliability | answer NLL | against plain | against no reliability | F1 |"]
+    lines += ["| ---: | --- | --- | ---: | --- | --- | ---: |"]
+
+    def difference(cell: dict[str, Any], other: dict[str, Any] | None) -> str:
+        if other is None or other is cell:
+            return ""
+        mine, theirs = (np.array(c["per_question"]["answer_nll"]) for c in (cell, other))
+        interval = hierarchical_bootstrap((mine - theirs)[None])
+        return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+
+    for (k, start, told), cell in cells.items():
+        plain, silent = cells.get((k, "plain", "none")), cells.get((k, start, "none"))
+        f1 = "" if cell["f1"] is None else f"{cell['f1']:.3f}"
+        lines.append(
+            f"| {k} | {start} | {told} | {cell['answer_nll']:.3f} | {difference(cell, plain)} | {difference(cell, silent)} | {f1} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder, a JSON a cell; what is there is not run again"
+    )
+    parser.add_argument("--data", default="eval_dense_top5.jsonl.gz", help="file of shared/data/nq")
+    parser.add_argument("--adapter", type=Path, help="LoRA of a plain bft-sft run, merged into the model")
+    parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--generate", type=int, default=0, help="answer so many questions, for F1")
+    parser.add_argument("--distractors", type=int, nargs="*", default=[0, 4])
+    parser.add_argument("--table", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    if not arguments.table:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        run(arguments)
+    print(table(arguments.output))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
