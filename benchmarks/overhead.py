@@ -248,9 +248,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The ratio over sequence length, one line a kind that was measured at three lengths or more."""
-    by_kind = {kind: sorted((row["tokens"], row) for row in rows if row["what"] == kind) for kind in KINDS}
-    by_kind = {kind: found for kind, found in by_kind.items() if len({tokens for tokens, _ in found}) > 2}
+    """The ratio over the length of one row, one line a kind that was measured at three lengths or more."""
+    one_row = [row for row in rows if row["batch"] == 1]
+    by_kind = {kind: sorted((row["tokens"], row) for row in one_row if row["what"] == kind) for kind in KINDS}
+    by_kind = {kind: found for kind, found in by_kind.items() if len(found) > 2}
     if not by_kind:
         return
     from matplotlib.figure import Figure
