@@ -31,11 +31,11 @@ from bft_hf.recipes.questions import load_questions
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data" / "nq"
 STARTS: dict[str, dict[str, Any]] = {
-    "identity": {"gain": False, "propagate": False},
+    "identity": {"kriging": False, "gain": False, "propagate": False},
     "Q 100": {"initial_process_noise": 100.0, "initial_precision_value": 0.01},
     "unit": {},
 }
-"""In "identity" no gain and no prediction change the pretrained function: reliability alone acts, as a key's weight."""
+"""In "identity" nothing changes the pretrained function but reliability, as the keys' weight."""
 ORACLE = {"identity": (0.5, 0.2, 0.05), "Q 100": (0.2,), "unit": (0.2,)}
 
 
