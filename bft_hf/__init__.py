@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import guards as _guards  # noqa: F401 - its import puts up the checks around PEFT and Trainer
+from .architectures import register_architecture
 from .calibration import calibrate
 from .config import BFTConfig
 from .patching import bft_parameters, get_config, is_patched, param_groups, patch, patched, unpatch
@@ -30,6 +31,7 @@ __all__ = [
     "patch",
     "patched",
     "record",
+    "register_architecture",
     "unpatch",
 ]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -25,6 +27,7 @@ class Architecture:
         output_projection: of the attention.
         attention_norm: an RMS norm on the attention's output.
         attention_dropout: a dropout on the attention's output.
+        softcap: whether the attention gives its attention function a `softcap` of the scores.
         residual_multiplier: a number of the layer by which both outputs are multiplied.
         ffn_norm: the RMS norm before the FFN.
         ffn: the FFN.
@@ -51,6 +54,7 @@ class Architecture:
     output_projection: str = "o_proj"
     attention_norm: str | None = None
     attention_dropout: str | None = None
+    softcap: bool = False
     residual_multiplier: str | None = None
     ffn_norm: str | None = "post_attention_layernorm"
     ffn: str = "mlp"
@@ -67,10 +71,11 @@ class Architecture:
 
     @property
     def dressed(self) -> bool:
-        """Whether anything but the outputs themselves enters the residual, or one of the first two norms is missing."""
+        """Whether a layer is more, or less, than h + attention(norm(h)) and then h + FFN(norm(h))."""
         between = (
             self.attention_norm,
             self.attention_dropout,
+            self.softcap,
             self.residual_multiplier,
             self.ffn_output_norm,
             self.ffn_dropout,
@@ -101,8 +106,40 @@ class Architecture:
         )
         return tuple(name for name in names if name is not None)
 
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The RMS norms of the decoder layer."""
+        names = (self.input_norm, self.attention_norm, self.ffn_norm, self.ffn_output_norm)
+        return tuple(name for name in names if name is not None)
 
-def _named(model_type: str, prefix: str, reading: str, **names: str | float | None) -> Architecture:
+    def missing(self, layer: nn.Module) -> str | None:
+        """What is named here and not in a decoder layer, or is there and is no RMS norm, in words; None if all is well."""
+        for name in self.layer_parts:
+            if not hasattr(layer, name):
+                return f"no {name!r}"
+        if not hasattr(getattr(layer, self.self_attention), self.output_projection):
+            return f"no '{self.self_attention}.{self.output_projection}'"
+        for name in self.ffn_parts:
+            if not hasattr(getattr(layer, self.ffn), name):
+                return f"no '{self.ffn}.{name}'"
+        for name in self.norms:
+            norm = getattr(layer, name)
+            if getattr(norm, "bias", None) is not None or isinstance(norm, nn.LayerNorm):
+                return f"a layer norm as {name!r}, where the filter reads RMS norms"
+            if not hasattr(norm, self.norm_epsilon):
+                return f"no '{name}.{self.norm_epsilon}'"
+        return None
+
+    def fits(self, layer: nn.Module) -> bool:
+        """Whether a decoder layer has everything that is named here, and no part beside it."""
+        if self.missing(layer) is not None:
+            return False
+        known = {*self.layer_parts, "bft"}
+        ffn_parts = {name for name, _ in getattr(layer, self.ffn).named_children()}
+        return {name for name, _ in layer.named_children()} <= known and ffn_parts <= set(self.ffn_parts)
+
+
+def _named(model_type: str, prefix: str, reading: str, **names: str | float | bool | None) -> Architecture:
     """A row whose classes are called as transformers calls them."""
     return Architecture(
         model_type,
@@ -115,6 +152,18 @@ def _named(model_type: str, prefix: str, reading: str, **names: str | float | No
 
 
 _PLAIN = "K multiplies W_O e; J is that of the gated FFN behind its norm."
+
+_SANDWICHED = (
+    "K multiplies norm(W_O e), and absolute R is that of norm(W_O e); J is that of norm(FFN(norm(h))), the scales of both norms "
+    "held fixed, their weights 1 + w."
+)
+_GEMMA_NORMS: dict[str, Any] = {
+    "attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "ffn_output_norm": "post_feedforward_layernorm",
+    "norm_epsilon": "eps",
+    "norm_offset": 1.0,
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     row.model_type: row
@@ -131,11 +180,105 @@ ARCHITECTURES: dict[str, Architecture] = {
             norm_epsilon="eps",
             norm_offset=1.0,
         ),
+        _named(
+            "phi3",
+            "Phi3",
+            _PLAIN + " Residual dropout acts on what enters, not on R or J; n counts the keys within the window.",
+            attention_dropout="resid_attn_dropout",
+            ffn_dropout="resid_mlp_dropout",
+            gate_projection=None,
+            fused_projection="gate_up_proj",
+            activation="activation_fn",
+        ),
+        _named(
+            "granite",
+            "Granite",
+            "K multiplies c W_O e, c the residual multiplier: absolute R is that of c W_O e; J is c times that of the gated FFN "
+            "behind its norm.",
+            residual_multiplier="residual_multiplier",
+        ),
+        _named(
+            "gemma2",
+            "Gemma2",
+            _SANDWICHED + " Precisions weigh keys behind the soft cap.",
+            softcap=True,
+            **_GEMMA_NORMS,
+        ),
+        Architecture(
+            "gemma3_text",
+            "Gemma3TextModel",
+            "Gemma3DecoderLayer",
+            "Gemma3Attention",
+            _SANDWICHED,
+            **_GEMMA_NORMS,  # type: ignore[arg-type]
+        ),
+        _named(
+            "olmo2",
+            "Olmo2",
+            "K multiplies norm(W_O e), and absolute R is that of norm(W_O e); J is that of norm(FFN(h)), with no norm before the FFN.",
+            input_norm=None,
+            attention_norm="post_attention_layernorm",
+            ffn_norm=None,
+            ffn_output_norm="post_feedforward_layernorm",
+        ),
         Architecture("sasrec", "SASRecForNextItem", "SASRecLayer", "SelfAttention", built_in=True),
         Architecture("bert4rec", "BERT4RecForMaskedItem", "BERT4RecLayer", "SelfAttention", built_in=True),
         Architecture("hstu", "HSTUForNextItem", "HSTULayer", "HSTULayer", built_in=True),
     ]
 }
+
+
+_registered: set[str] = set()
+
+_PARALLEL = (
+    "its attention and FFN read the same state and are added to it at once, so no updated state stands between them: the filter "
+    "would predict from a precision that the FFN's input never had. Choose a family with one residual after the other"
+)
+REFUSED = dict.fromkeys(
+    ("GPTNeoXModel", "FalconModel", "PhiModel", "GPTJModel", "CodeGenModel", "CohereModel", "Cohere2Model"), _PARALLEL
+)
+"""Base models of families that have no clean reading as a filter, and why."""
+
+
+def register_architecture(model_type: str, like: str = "llama", **names: Any) -> Architecture:
+    """Add a family of transformers, or of your own, to those that `patch` knows.
+
+    A saved model of it is loaded by a process that has registered it too. How to find out whether a row is right, and an example,
+    are in docs/families.md.
+
+    Args:
+        model_type: `config.model_type` of the family.
+        like: a supported family whose layers are built alike.
+        **names: fields of `Architecture` in which it differs. The class names are by default what transformers would call
+            them: FooModel, FooDecoderLayer and FooAttention.
+
+    Returns:
+        The family's row.
+
+    Raises:
+        ValueError: the family is supported already, `like` is not, or a name is no field of `Architecture`.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    if like not in ARCHITECTURES or ARCHITECTURES[like].built_in:
+        raise ValueError(f"like={like!r} is no supported family: choose one of {', '.join(_families())}")
+    known = [field.name for field in dataclasses.fields(Architecture) if field.name not in ("model_type", "built_in")]
+    if unknown := sorted(set(names) - set(known)):
+        raise ValueError(f"an architecture has no {unknown[0]!r}: its fields are {', '.join(known)}")
+    base_model = names.setdefault("base_model", MODEL_MAPPING_NAMES.get(model_type))
+    if not isinstance(base_model, str):
+        raise ValueError(
+            f"transformers knows no {model_type!r}: give base_model, decoder_layer and attention, the class names"
+        )
+    prefix = base_model.removesuffix("Model")
+    names = {"decoder_layer": f"{prefix}DecoderLayer", "attention": f"{prefix}Attention", **names}
+    row = dataclasses.replace(ARCHITECTURES[like], model_type=model_type, **names)
+    present = ARCHITECTURES.get(model_type)
+    if present is not None and present != row:
+        raise ValueError(f"{model_type!r} is supported already, with another anatomy: leave out register_architecture")
+    _registered.add(model_type)
+    ARCHITECTURES[model_type] = row
+    return row
 
 
 def find_base_model(model: nn.Module) -> tuple[nn.Module, Architecture]:
@@ -150,14 +293,64 @@ def find_base_model(model: nn.Module) -> tuple[nn.Module, Architecture]:
     rows = {row.base_model: row for row in ARCHITECTURES.values()}
     found = [(module, rows[name]) for module in model.modules() for name in _class_names(module) if name in rows]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} holds no decoder of a supported family ({', '.join(sorted(ARCHITECTURES))}): "
-            "a further Llama-like family is one row in bft_hf/architectures.py"
-        )
+        raise ValueError(_not_found(model))
     if len(found) > 1:
         raise ValueError(f"{type(model).__name__} holds {len(found)} decoders: call patch on each of them")
     return found[0]
 
 
 def _class_names(module: nn.Module) -> set[str]:
-    return {cls.__name__ for cls in type(module).__mro__ if cls.__module__.startswith(("transformers.", "bft_hf."))}
+    own = {ARCHITECTURES[name].base_model for name in _registered}
+    return {
+        cls.__name__
+        for cls in type(module).__mro__
+        if cls.__module__.startswith(("transformers.", "bft_hf.")) or cls.__name__ in own
+    }
+
+
+def _families() -> list[str]:
+    return sorted(name for name, row in ARCHITECTURES.items() if not row.built_in)
+
+
+def _not_found(model: nn.Module) -> str:
+    """Why no decoder was found, and what to try."""
+    for module in model.modules():
+        for name in _class_names(module):
+            if name in REFUSED:
+                return f"{name} is not supported: {REFUSED[name]}"
+    start = f"{type(model).__name__} holds no decoder of a supported family ({', '.join(_families())})"
+    for module in model.modules():
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and len(layers):
+            return (
+                f"{start}. If its layers are built like those of one, try the following, and compare the model with itself "
+                f"as docs/families.md does:\n{_proposal(module, layers[0])}"
+            )
+    return f"{start}, nor any other with its layers in `.layers`: see docs/families.md for what a family needs"
+
+
+def _proposal(base: nn.Module, layer: nn.Module) -> str:
+    """The two lines to try on a model whose layers are not known, as far as the layers tell."""
+    rows = [row for row in ARCHITECTURES.values() if not row.built_in]
+    plain = [dataclasses.replace(row, gate_projection=None) for row in rows if row.fused_projection is None]
+    alike = next((row for row in [*rows, *plain] if row.fits(layer)), None)
+    attention = getattr(layer, "self_attn", None)
+    prefix = type(base).__name__.removesuffix("Model")
+    names = {"base_model": type(base).__name__, "decoder_layer": type(layer).__name__}
+    if attention is not None:
+        names["attention"] = type(attention).__name__
+    usual = {
+        "base_model": f"{prefix}Model",
+        "decoder_layer": f"{prefix}DecoderLayer",
+        "attention": f"{prefix}Attention",
+    }
+    arguments = [repr(getattr(getattr(base, "config", None), "model_type", "its model_type"))]
+    arguments += [f"like={alike.model_type if alike else 'llama'!r}"]
+    arguments += [f"{field}={name!r}" for field, name in names.items() if name != usual[field]]
+    comment = ""
+    if alike is None:
+        lack = ARCHITECTURES["llama"].missing(layer) or "parts that Llama has not"
+        comment = f"  # and the names that differ: a layer of it has {lack}"
+    elif alike in plain:
+        arguments += ["gate_projection=None"]
+    return f"    bft_hf.register_architecture({', '.join(arguments)}){comment}\n    bft_hf.patch(model)"

@@ -199,7 +199,14 @@ class KrigingCall:
         return output[..., :head_dim], weights
 
     def read(
-        self, output: Tensor, query: Tensor, key: Tensor, visibility: Visibility, scaling: float, head_dim: int
+        self,
+        output: Tensor,
+        query: Tensor,
+        key: Tensor,
+        visibility: Visibility,
+        scaling: float,
+        head_dim: int,
+        softcap: float | None = None,
     ) -> KrigingOutput:
         """Split what the attention function returned, (batch, token, head, width), into the filter's quantities."""
         dtype = state_dtype(output)
@@ -218,6 +225,7 @@ class KrigingCall:
             visibility=visibility,
             scaling=scaling,
             dtype=dtype,
+            cap=None if softcap is None else (softcap, head_dim),
         )
         return KrigingOutput(
             estimate=estimate,
@@ -226,6 +234,63 @@ class KrigingCall:
             neighbour_variance=variance.squeeze(-1) if self.key_variance is not None else None,
             visible=visible,
         )
+
+
+class SoftcappedCall(KrigingCall):
+    """An attention call whose scores s become c tanh(s / c): precisions weigh what comes of that, so they go around the cap.
+
+    Cached keys hold their precision in their own channel as ever; here it is read from there and joins the mask, which attention
+    functions add behind the cap.
+    """
+
+    def attend(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        *,
+        scaling: float,
+        dropout: float,
+        softcap: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `KrigingCall.attend`.
+
+        Raises:
+            NotImplementedError: the attention function is a kernel that takes no such mask.
+        """
+        implementation = module.config.bft_implementation
+        if (
+            softcap is None or implementation == "sdpa"
+        ):  # which caps nothing, and in newer transformers says so and stops
+            options = {**kwargs, "scaling": scaling, "dropout": dropout, "softcap": softcap}
+            return super().attend(function, module, query, key, value, attention_mask, **options)
+        if implementation not in (None, "eager"):
+            raise NotImplementedError(
+                f"{implementation} attention takes no key precisions behind a soft cap of the scores: call "
+                "model.set_attn_implementation('eager'), or set config.attn_logit_softcapping to None before the model is made"
+            )
+        head_dim, width = query.shape[-1], key.shape[-1]
+        bias = key[:, :1, None, :, head_dim] * (scaling * query_constant(scaling))
+        mask = bias
+        if attention_mask is not None:
+            mask = (attention_mask[..., : key.shape[2]] + bias).clamp_min(torch.finfo(bias.dtype).min)
+        unbiased = nn.functional.pad(query, (0, width - head_dim))
+        attend = functools.partial(
+            function, module, unbiased, key, value, mask, scaling=scaling, softcap=softcap, **kwargs
+        )
+        output, weights = attend(dropout=0.0)
+        with full_precision(output):
+            visibility = Visibility(attention_mask, query, key)
+            biased = self.widen_query(query, scaling)
+            self.output = self.read(output, biased, key, visibility, scaling, head_dim, softcap)
+        if not dropout:
+            return self.output.estimate, weights
+        output, weights = attend(dropout=dropout)
+        return output[..., :head_dim], weights
 
 
 def widened(config: BFTConfig, head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""A BFT decoder layer whose outputs are normed, multiplied or dropped out on their way into the residual, or not normed before."""
+"""A BFT decoder layer between whose outputs and the residual something stands: a norm, a multiplier, a dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import filter
 from .architectures import Architecture
-from .attention import KrigingCall
+from .attention import KrigingCall, SoftcappedCall
 from .ffn import JacobianReader
 from .layer import BFTDecoderLayer, inverse_rms, norm_weight
 from .state import full_precision, state_dtype
@@ -23,6 +23,10 @@ class BFTDressedDecoderLayer(BFTDecoderLayer):
     as that of the norm before the FFN is within J. Relative units are shares of the update's own power, so they are free of
     all of it; absolute ones are scaled with the update.
     """
+
+    @property
+    def _call_class(self) -> type[KrigingCall]:  # type: ignore[override]
+        return SoftcappedCall if self.bft.architecture.softcap else KrigingCall
 
     def _attend(
         self,

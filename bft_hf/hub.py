@@ -40,7 +40,11 @@ class MarkedConfig(InPlaceSubclass):
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
         """Write config.json with the marks described above."""
         values = json.loads(self.to_json_string(use_diff=use_diff))  # type: ignore[attr-defined]
-        name = next(name for name in ACTIVATION_FIELDS if name in values)
+        name = next((name for name in ACTIVATION_FIELDS if name in values), None)
+        if name is None:
+            raise NotImplementedError(
+                f"a {type(self).__name__} names no activation that could be marked: save the language model inside the model"
+            )
         activation = values[name]
         values["quantization_config"] = {"quant_method": METHOD, "hidden_act": activation}
         values[name] = activation + ACTIVATION_MARK

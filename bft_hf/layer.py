@@ -45,6 +45,7 @@ class BFTDecoderLayer(InPlaceSubclass):
     bft: BFTState
     _bft_argument_names: tuple[str, ...]
     _bft_cache_argument: str
+    _call_class: type[KrigingCall] = KrigingCall
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if hasattr(cls, "_bft_original_class"):  # in front of a family's own class, that is
@@ -79,7 +80,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         if stream.device != hidden_states.device:
             stream.follow(state.slot, hidden_states.device)
         if state.slot == 0:
-            stream.short = one_token.covers(state.config, stream, hidden_states)
+            stream.short = not anatomy.softcap and one_token.covers(state.config, stream, hidden_states)
         # Observe
         attention = modules[anatomy.self_attention]
         with full_precision(hidden_states):
@@ -201,7 +202,7 @@ class BFTDecoderLayer(InPlaceSubclass):
         if state.config.prior_scale == "neighbours":
             key_variance = 1 / filter.mean_precision(precisions[0])
         reliability = stream.reliability(hidden_states.shape[1])
-        return KrigingCall(
+        return self._call_class(
             state.config, stream, state.slot, state.layers, position_ids, key_bias, reliability, key_variance
         )
 

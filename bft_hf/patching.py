@@ -237,6 +237,10 @@ def _ffn_mixin(architecture: Architecture) -> type[InPlaceSubclass]:
 
 
 def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> None:
+    if (missing := architecture.missing(layer)) is not None:
+        raise ValueError(
+            f"layers.{index} has {missing}: the anatomy of {architecture.model_type!r} does not fit it, see docs/families.md"
+        )
     expected = {
         "": architecture.decoder_layer,
         architecture.self_attention: architecture.attention,

@@ -16,6 +16,11 @@ NUM_PROBES = 7
 """m: with the moment channel they fill the eight channels by which the values are widened, so they cost nothing more."""
 
 
+Cap = tuple[float, int]
+"""A soft cap c of the model's own scores s, which become c tanh(s / c), and how many channels they are made of; further ones,
+which carry a key's bias, are not capped."""
+
+
 class Probe:
     """Random signs as value channels: sum_j w_j r_j squared estimates sum_j w_j^2 within the one attention call."""
 
@@ -54,9 +59,10 @@ class Exact:
         visibility: Visibility,
         scaling: float,
         dtype: torch.dtype,
+        cap: Cap | None = None,
     ) -> Tensor:
         """n (batch, token, head) from query (batch, head, token, width) and key (batch, kv_head, key, width)."""
-        square_sum = _SquareSum.apply(query, key, visibility, scaling, dtype).transpose(1, 2)
+        square_sum = _SquareSum.apply(query, key, visibility, scaling, dtype, cap).transpose(1, 2)
         # Rows that see nothing have no weights; their count stands as 1.
         visible_keys = _by_head(visible_keys)
         if isinstance(visible_keys, Tensor):
@@ -79,11 +85,17 @@ class _SquareSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, visibility: Visibility, scaling: float, dtype: torch.dtype
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        visibility: Visibility,
+        scaling: float,
+        dtype: torch.dtype,
+        cap: Cap | None,
     ) -> Tensor:
         ctx.save_for_backward(query, key)
-        ctx.visibility, ctx.scaling, ctx.dtype = visibility, scaling, dtype
-        blocks = [_weights(query, key, visibility, scaling, dtype, rows) for rows in visibility.row_blocks()]
+        ctx.visibility, ctx.scaling, ctx.dtype, ctx.cap = visibility, scaling, dtype, cap
+        blocks = [_weights(query, key, visibility, scaling, dtype, rows, cap)[0] for rows in visibility.row_blocks()]
         return torch.cat([weights.square().sum(-1).flatten(1, 2) for weights in blocks], dim=-1)
 
     @staticmethod
@@ -98,29 +110,53 @@ class _SquareSum(torch.autograd.Function):
         grad_key = torch.zeros_like(key, dtype=ctx.dtype)
         groups = key.shape[1]
         for rows in ctx.visibility.row_blocks():
-            weights = _weights(query, key, ctx.visibility, ctx.scaling, ctx.dtype, rows)
+            weights, slope = _weights(query, key, ctx.visibility, ctx.scaling, ctx.dtype, rows, ctx.cap)
             square_sum = weights.square().sum(-1, keepdim=True)
             grad_rows = grad[..., rows].unflatten(1, (groups, -1)).unsqueeze(-1).to(ctx.dtype)
             grad_scores = grad_rows * 2 * weights * (weights - square_sum) * ctx.scaling
             rows_of_query = query[:, :, rows].unflatten(1, (groups, -1)).to(ctx.dtype)
-            block = grad_scores @ key.unsqueeze(2).to(ctx.dtype)
+            keys = key.unsqueeze(2).to(ctx.dtype)
+            block = grad_scores @ keys
+            block_key = (grad_scores.transpose(-1, -2) @ rows_of_query).sum(2)
+            if slope is not None:
+                capped = grad_scores * slope
+                width = ctx.cap[1]
+                block[..., :width] = capped @ keys[..., :width]
+                block_key[..., :width] = (capped.transpose(-1, -2) @ rows_of_query[..., :width]).sum(2)
             grad_query[:, :, rows] = block.flatten(1, 2).to(query.dtype)
-            grad_key += (grad_scores.transpose(-1, -2) @ rows_of_query).sum(2)
-        return grad_query, grad_key.to(key.dtype), None, None, None
+            grad_key += block_key
+        return grad_query, grad_key.to(key.dtype), None, None, None, None
 
 
 def _weights(
-    query: Tensor, key: Tensor, visibility: Visibility, scaling: float, dtype: torch.dtype, rows: slice
-) -> Tensor:
-    """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key); 0 in rows that see nothing."""
+    query: Tensor,
+    key: Tensor,
+    visibility: Visibility,
+    scaling: float,
+    dtype: torch.dtype,
+    rows: slice,
+    cap: Cap | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key); 0 in rows that see nothing.
+
+    Also the slope of the capped scores by the model's own, where they are capped.
+    """
     queries = query[:, :, rows].unflatten(1, (key.shape[1], -1)).to(dtype)
-    scores = queries @ key.unsqueeze(2).to(dtype).transpose(-1, -2) * scaling
+    keys = key.unsqueeze(2).to(dtype).transpose(-1, -2)
+    slope = None
+    if cap is None:
+        scores = queries @ keys * scaling
+    else:
+        limit, width = cap
+        bounded = torch.tanh(queries[..., :width] @ keys[..., :width, :] * (scaling / limit))
+        scores = limit * bounded + queries[..., width:] @ keys[..., width:, :] * scaling
+        slope = 1 - bounded * bounded
     mask = visibility.attention_mask
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.is_floating_point():
         scores = scores + mask[:, :, rows, : key.shape[2]].unsqueeze(1).to(dtype)
     visible = visibility.rows(rows)
     if visible is None:
-        return scores.softmax(-1)
+        return scores.softmax(-1), slope
     visible = visible[:, None, None]
     scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible
+    return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible, slope
