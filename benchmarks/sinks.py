@@ -1,6 +1,6 @@
 """What a learned gate and the filter's gain do as the context grows, in small Llamas trained side by side from scratch.
 
-A Llama of 0.9 million parameters learns to continue running text of SQuAD's training articles, behind one first token: plain,
+A Llama of 0.23 million parameters learns to continue running text of SQuAD's training articles, behind one first token: plain,
 with a sigmoid gate on its attention (one a head, or one a channel), as a filter, or both. Every arm gets the same seeds: the
 same first weights and batches. On articles it has not seen are measured nats a token, the weight on the first token,
 Kish's n, the gain and the gate, by context length. From a clone with the tests' data beside it:
@@ -28,13 +28,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import bft_hf
 from bft_hf import BFTConfig
+from bft_hf.recipes.inspection.figures import draw_lengths
 from bft_hf.recipes.inspection.gates import add_gates
-from bft_hf.recipes.inspection.profile import by_length, correlation, profile
+from bft_hf.recipes.inspection.profile import by_length, correlation, per_doubling, profile, t_interval
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DATA = REPOSITORY.parent / "shared" / "data"
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 128, 4, 4, 512, 4, 300
-LEARNING_RATE, WARM_UP = 2e-3, 30
+WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 64, 4, 4, 512, 4, 400
+LEARNING_RATE, WARM_UP = 4e-3, 30
 LENGTHS = (32, 64, 128, 256, 512)
 SCORED, PROFILED = 32, 16
 FIRST_TOKEN = 1
@@ -145,6 +146,48 @@ def run(arm: str, seed: int) -> dict[str, Any]:
     }
 
 
+def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The finished runs of a folder, by arm."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(folder.glob("*_seed=*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault(result["arm"], []).append(result)
+    return {arm: found[arm] for arm in ARMS if arm in found}
+
+
+def across(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows by length, of each quantity a list of one number a seed."""
+    return [
+        {name: rows[0][name] if name == "length" else [row[name] for row in rows] for name in rows[0]}
+        for rows in zip(*(run["by_length"] for run in runs), strict=True)
+    ]
+
+
+def table(folder: Path) -> None:
+    """Means over seeds with 95 % t intervals: the quality, each quantity by length, and its growth with each doubling."""
+    arms = read(folder)
+
+    def cell(values: list[float], form: str) -> str:
+        return "{} [{}, {}]".format(*(format(value, form) for value in t_interval(values)))
+
+    print("| arm | seeds | held-out NLL | correlation of gain with log n | of gate with log n |")
+    print("| --- | ---: | --- | --- | --- |")
+    for arm, runs in arms.items():
+        follows = [
+            cell([run["correlation"][name] for run in runs], ".2f") if name in runs[0]["correlation"] else ""
+            for name in ("gain", "gate")
+        ]
+        print(f"| {arm} | {len(runs)} | {cell([run['held_out_nll'] for run in runs], '.3f')} | {' | '.join(follows)} |")
+    for name in ("gain", "gate", "sample_size", "first_token_mass", "sink_rate"):
+        print(f"\n{name}\n\n| arm | {' | '.join(map(str, LENGTHS))} | per doubling |")
+        print(f"| --- |{' ---: |' * len(LENGTHS)} --- |")
+        for arm, runs in arms.items():
+            rows = across(runs)
+            if name in rows[0]:
+                means = " | ".join(format(statistics.fmean(row[name]), ".3g") for row in rows)
+                print(f"| {arm} | {means} | {cell(per_doubling(rows, name), '+.2g')} |")
+
+
 def main() -> int:
     """Run what is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -152,7 +195,16 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="NAME")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--threads", type=int, help="torch's threads")
+    parser.add_argument("--table", action="store_true", help="print the finished runs, run nothing")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="draw the finished runs as SVG, run nothing")
     args = parser.parse_args()
+    if args.table:
+        table(args.output)
+    if args.figure:
+        arms = {arm: across(runs) for arm, runs in read(args.output).items()}
+        args.figure.write_bytes(draw_lengths(arms, ("sample_size", "gain", "gate")))
+    if args.table or args.figure:
+        return 0
     if args.threads:
         torch.set_num_threads(args.threads)
     args.output.mkdir(parents=True, exist_ok=True)
