@@ -8,6 +8,12 @@ from typing import Any
 
 from torch import nn
 
+EXPERT_PARTS = ("gate_up_proj", "down_proj", "act_fn", "config")
+"""What is read of a module of routed experts."""
+
+ROUTER = "gate"
+"""What stands beside the experts in transformers."""
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -40,6 +46,7 @@ class Architecture:
         down_projection: of the FFN.
         fused_projection: gate and up projection as one, the gate's rows first; the two names above are not read then.
         activation: of the FFN.
+        experts: of an FFN of routed experts, gated ones with the projections fused; in an FFN without it the names above are read.
         built_in: the family is one of bft_hf.rec: its models take the filter by `add_filter` and give it back by `remove_filter`,
             and the names above are not read.
     """
@@ -67,6 +74,7 @@ class Architecture:
     down_projection: str = "down_proj"
     fused_projection: str | None = None
     activation: str = "act_fn"
+    experts: str | None = None
     built_in: bool = False
 
     @property
@@ -119,9 +127,18 @@ class Architecture:
                 return f"no {name!r}"
         if not hasattr(getattr(layer, self.self_attention), self.output_projection):
             return f"no '{self.self_attention}.{self.output_projection}'"
-        for name in self.ffn_parts:
-            if not hasattr(getattr(layer, self.ffn), name):
-                return f"no '{self.ffn}.{name}'"
+        path, ffn, parts = self.ffn, getattr(layer, self.ffn), self.ffn_parts
+        if self.routes(ffn):
+            beside = [name for name, _ in ffn.named_children() if name not in (ROUTER, self.experts)]
+            if beside:
+                return f"'{path}.{beside[0]}' beside the experts, whose J is not read"
+            path, ffn, parts = f"{path}.{self.experts}", getattr(ffn, str(self.experts)), EXPERT_PARTS
+            ffn = bare_experts(ffn)
+            if getattr(ffn, "is_transposed", False) or getattr(ffn, "has_bias", False):
+                return f"transposed weights or biases in '{path}'"
+        for name in parts:
+            if not hasattr(ffn, name):
+                return f"no '{path}.{name}'"
         for name in self.norms:
             norm = getattr(layer, name)
             if getattr(norm, "bias", None) is not None or isinstance(norm, nn.LayerNorm):
@@ -130,13 +147,25 @@ class Architecture:
                 return f"no '{name}.{self.norm_epsilon}'"
         return None
 
+    def routes(self, ffn: nn.Module) -> bool:
+        """Whether an FFN is one of routed experts."""
+        return self.experts is not None and hasattr(ffn, self.experts)
+
     def fits(self, layer: nn.Module) -> bool:
         """Whether a decoder layer has everything that is named here, and no part beside it."""
         if self.missing(layer) is not None:
             return False
-        known = {*self.layer_parts, "bft"}
-        ffn_parts = {name for name, _ in getattr(layer, self.ffn).named_children()}
-        return {name for name, _ in layer.named_children()} <= known and ffn_parts <= set(self.ffn_parts)
+        ffn = getattr(layer, self.ffn)
+        within = {ROUTER, self.experts} if self.routes(ffn) else set(self.ffn_parts)
+        children = {name for name, _ in layer.named_children()}
+        return children <= set(self.layer_parts) and {name for name, _ in ffn.named_children()} <= within
+
+
+def bare_experts(experts: nn.Module) -> nn.Module:
+    """The experts within PEFT's wrappers around single parameters of theirs."""
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer  # type: ignore[assignment]
+    return experts
 
 
 def _named(model_type: str, prefix: str, reading: str, **names: str | float | bool | None) -> Architecture:
@@ -153,6 +182,10 @@ def _named(model_type: str, prefix: str, reading: str, **names: str | float | bo
 
 _PLAIN = "K multiplies W_O e; J is that of the gated FFN behind its norm."
 
+_ROUTED = (
+    "K multiplies W_O e; J is the sum of the chosen experts' own, each with its weight from the router, held fixed as the norm's "
+    "scale is."
+)
 _SANDWICHED = (
     "K multiplies norm(W_O e), and absolute R is that of norm(W_O e); J is that of norm(FFN(norm(h))), the scales of both norms "
     "held fixed, their weights 1 + w."
@@ -221,6 +254,8 @@ ARCHITECTURES: dict[str, Architecture] = {
             ffn_norm=None,
             ffn_output_norm="post_feedforward_layernorm",
         ),
+        _named("mixtral", "Mixtral", _ROUTED + " n counts the keys within the window.", experts="experts"),
+        _named("qwen3_moe", "Qwen3Moe", _ROUTED, experts="experts"),
         Architecture("sasrec", "SASRecForNextItem", "SASRecLayer", "SelfAttention", built_in=True),
         Architecture("bert4rec", "BERT4RecForMaskedItem", "BERT4RecLayer", "SelfAttention", built_in=True),
         Architecture("hstu", "HSTUForNextItem", "HSTULayer", "HSTULayer", built_in=True),

@@ -55,6 +55,12 @@ class JacobianReader:
         with full_precision(preactivation), self.gradients():
             self.jacobian = plain_jacobian(preactivation, activation, coefficients, self.inverse_rms)
 
+    def take(self, diagonal: Tensor) -> None:
+        """Take J as it is but for the scale of the norm in front of the FFN, (batch * token[, channel])."""
+        diagonal = diagonal.unflatten(0, self.inverse_rms.shape)
+        self.jacobian = diagonal
+        self.scale(self.inverse_rms)
+
     def scale(self, factor: Tensor) -> None:
         """Multiply J by a factor a token, (batch, token): what stands between the FFN and the residual."""
         self.jacobian = self.jacobian * (factor if self.jacobian.ndim == factor.ndim else factor.unsqueeze(-1))

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .architectures import Architecture, find_base_model
+from .architectures import Architecture, bare_experts, find_base_model
 from .compat import forget_static_cache
 from .config import BFTConfig
 from .dressed import BFTDressedDecoderLayer
@@ -16,6 +16,7 @@ from .gated_ffn import BFTFusedGatedFFN, BFTGatedFFN
 from .layer import BFTAttention, BFTDecoderLayer
 from .methods import override_methods, restore_methods
 from .offload import execution_device, has_foreign_forward, rebind_forward
+from .routed_ffn import BFTExperts, BFTRoutedFFN, Handover
 from .state import BFTState
 from .stream import start_stream
 from .swap import InPlaceSubclass, is_swapped, restore_class, swap_class
@@ -71,7 +72,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
         for module, mixin in _swapped_modules(layer, architecture):
             swap_class(module, mixin)
             rebind_forward(module)
-        getattr(layer, architecture.ffn)._bft_architecture = architecture
+        _introduce(layer, architecture)
     base.register_forward_pre_hook(start_stream, with_kwargs=True)
     base._bft_traces = []
     base._bft_calibration = None
@@ -114,7 +115,8 @@ def unpatch(model: Model) -> Model:
             for module, _ in _swapped_modules(layer, architecture):
                 restore_class(module)
                 rebind_forward(module)
-            del layer.bft, getattr(layer, architecture.ffn)._bft_architecture
+            _forget(layer, architecture)
+            del layer.bft
     for key, hook in list(base._forward_pre_hooks.items()):
         if hook is start_stream:
             del base._forward_pre_hooks[key]
@@ -223,17 +225,40 @@ def layer_indices(base: nn.Module, config: BFTConfig) -> list[int]:
 
 
 def _swapped_modules(layer: nn.Module, architecture: Architecture) -> list[tuple[nn.Module, type[InPlaceSubclass]]]:
-    return [
+    ffn = getattr(layer, architecture.ffn)
+    modules: list[tuple[nn.Module, type[InPlaceSubclass]]] = [
         (layer, BFTDressedDecoderLayer if architecture.dressed else BFTDecoderLayer),
         (getattr(layer, architecture.self_attention), BFTAttention),
-        (getattr(layer, architecture.ffn), _ffn_mixin(architecture)),
+        (ffn, _ffn_mixin(architecture, ffn)),
     ]
+    if architecture.routes(ffn):
+        modules.append((bare_experts(getattr(ffn, str(architecture.experts))), BFTExperts))
+    return modules
 
 
-def _ffn_mixin(architecture: Architecture) -> type[InPlaceSubclass]:
+def _ffn_mixin(architecture: Architecture, ffn: nn.Module) -> type[InPlaceSubclass]:
+    if architecture.routes(ffn):
+        return BFTRoutedFFN
     if architecture.fused_projection is not None:
         return BFTFusedGatedFFN
     return BFTPlainFFN if architecture.gate_projection is None else BFTGatedFFN
+
+
+def _introduce(layer: nn.Module, architecture: Architecture) -> None:
+    """Tell a layer's FFN its anatomy, and experts and the FFN around them of each other."""
+    ffn: Any = getattr(layer, architecture.ffn)
+    ffn._bft_architecture = architecture
+    if architecture.routes(ffn):
+        experts: Any = bare_experts(getattr(ffn, str(architecture.experts)))
+        ffn._bft_handover = experts._bft_handover = Handover()
+
+
+def _forget(layer: nn.Module, architecture: Architecture) -> None:
+    """Undo `_introduce`."""
+    ffn: Any = getattr(layer, architecture.ffn)
+    del ffn._bft_architecture
+    if architecture.routes(ffn):
+        del ffn._bft_handover, bare_experts(getattr(ffn, str(architecture.experts)))._bft_handover
 
 
 def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> None:

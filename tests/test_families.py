@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.testing import assert_close
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import bft_hf
-from bft_hf import BFTConfig, one_token
+from bft_hf import BFTConfig, architectures, one_token
 from bft_hf.architectures import ARCHITECTURES
 from bft_hf.filter import probe_signs
 from bft_hf.sample_size import NUM_PROBES
@@ -73,30 +74,60 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"sliding_window": WINDOW, "layer_types": LAYER_TYPES, "query_pre_attn_scalar": 11},
     "olmo2": {},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [1],
+    },
+    "arcee": {},
 }
 """What each family's tiny configuration has beyond the common fields: its own features, switched on."""
 
 EAGER_ONLY = {"gemma2"}
 """transformers has no sdpa for them: their scores are soft-capped."""
 
-everywhere = pytest.mark.parametrize("family", [name for name, row in ARCHITECTURES.items() if not row.built_in])
+REGISTERED = "arcee"
+"""Not in the table: docs/families.md registers it."""
+
+everywhere = pytest.mark.parametrize(
+    "family", [*(name for name, row in ARCHITECTURES.items() if not row.built_in), REGISTERED]
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> Iterator[None]:
+    bft_hf.register_architecture(REGISTERED, gate_projection=None)
+    yield
+    forget_registered()
+
+
+def forget_registered() -> None:
+    ARCHITECTURES.pop(REGISTERED, None)
+    architectures._registered.discard(REGISTERED)
 
 
 @functools.cache
-def plain_model(family: str) -> Any:
+def plain_model(family: str, **changes: Any) -> Any:
     """A random model of a family in float64 and evaluation mode; not to be changed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**COMMON | FAMILIES[family]))
+        config = CONFIG_MAPPING[family](**COMMON | FAMILIES[family] | changes)
+        # What transformers would choose for experts, grouped_mm, knows no float64.
+        model = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
         for parameter in model.parameters():  # norms and biases off their start values
             if parameter.ndim == 1:
                 parameter.data.add_(0.3 * torch.randn_like(parameter))
     return model.to(torch.float64).eval()
 
 
-def make_plain(family: str, dtype: torch.dtype = torch.float64, implementation: str | None = None) -> Any:
-    """A copy of that model; generate() and saving see an ordinary one."""
-    model = copy.deepcopy(plain_model(family)).to(dtype)
+def make_plain(
+    family: str, dtype: torch.dtype = torch.float64, implementation: str | None = None, **changes: Any
+) -> Any:
+    """A copy of that model."""
+    model = copy.deepcopy(plain_model(family, **changes)).to(dtype)
     if implementation is not None:
         model.set_attn_implementation(implementation)
     return model
@@ -184,6 +215,13 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         angles = position_ids[..., None].double() * theta ** (-half / COMMON["head_dim"])
         return torch.cat([angles.cos()] * 2, dim=-1), torch.cat([angles.sin()] * 2, dim=-1)
 
+    def router(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores = nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        chances, chosen = scores.softmax(-1).topk(self.top_k, dim=-1)
+        if getattr(self, "norm_topk_prob", True):
+            chances = chances / chances.sum(-1, keepdim=True)
+        return scores, chances, chosen
+
     def widen(family: str) -> None:
         module = sys.modules[type(plain_model(family)).__module__]
         monkeypatch.setattr(nn.functional, "softmax", wide_softmax)
@@ -192,6 +230,8 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 monkeypatch.setattr(cls, "forward", norm)
             elif name.endswith("RotaryEmbedding"):
                 monkeypatch.setattr(cls, "forward", rotary)
+            elif name.endswith("TopKRouter"):
+                monkeypatch.setattr(cls, "forward", router)
 
     return widen
 
@@ -215,10 +255,32 @@ def test_values_and_gradients_are_the_oracles(
     if implementation == "sdpa" and family in EAGER_ONLY:
         pytest.skip("transformers has no sdpa for this family")
     all_in_float64(family)
-    model = make_patched(family, config, implementation=implementation)
-    model.double()
+    hold_to_oracle(make_patched(family, config, implementation=implementation).double(), config)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh", "relu2"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "arcee", "mixtral"], ids=["gated", "fused", "plain", "routed"])
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+def test_every_ffn_is_the_oracles_with_every_activation(
+    family: str, activation: str, granularity: str, all_in_float64: Callable[[str], None]
+) -> None:
+    all_in_float64(family)
+    config = BFTConfig(granularity=granularity, differentiate_jacobian=True)
+    model = make_patched(family, config, hidden_act=activation, implementation="sdpa").double()
+    hold_to_oracle(model, config)
+    with bft_hf.record(model) as tracked:
+        model(input_ids=ids())
+    for without_gradients in (torch.no_grad, torch.inference_mode):  # J comes by closed forms there
+        with bft_hf.record(model) as trace, without_gradients():
+            model(input_ids=ids())
+        for one, other in zip(trace.jacobian, tracked.jacobian, strict=True):
+            assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def hold_to_oracle(model: Any, config: BFTConfig) -> None:
+    """Compare logits, everything that record() shows and the gradient of every parameter of a float64 model."""
     mask = torch.ones(2, 11, dtype=torch.long)
-    if implementation == "sdpa":  # plain eager attention makes NaN of a fully masked row in float64
+    if model.config._attn_implementation == "sdpa":  # plain eager attention makes NaN of a fully masked row in float64
         mask[1, :3] = 0
     kept = mask.bool()
     inputs = {"input_ids": ids(), "attention_mask": mask}
@@ -245,7 +307,7 @@ def test_values_and_gradients_are_the_oracles(
     (reference.logits * weights).sum().backward()
     for name, parameter in model.named_parameters():
         expected = state[name].grad
-        if model.config.tie_word_embeddings and name == "model.embed_tokens.weight" and "lm_head.weight" in state:
+        if model.config.tie_word_embeddings and name == "model.embed_tokens.weight":
             head = state["lm_head.weight"].grad
             expected = expected if head is None else expected + head
         scale = expected.abs().max().item()
@@ -257,6 +319,50 @@ def test_values_and_gradients_are_the_oracles(
             atol=1e-8 * scale,
             msg=lambda text, name=name: f"gradient of {name}: {text}",
         )
+
+
+@everywhere
+def test_copies_and_pickles_are_patched_models_of_their_own(family: str) -> None:
+    model = make_patched(family)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with bft_hf.record(again) as trace, bft_hf.record(model) as untouched:
+            assert torch.equal(logits(again), logits(model))
+        assert all(map(torch.equal, trace.jacobian, untouched.jacobian))
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("granularity", ["token", "channel"])
+def test_experts_show_the_same_jacobian_however_they_run(family: str, granularity: str) -> None:
+    shown = {}
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model = make_patched(family, BFTConfig(granularity=granularity), dtype=torch.float32)
+        model.set_experts_implementation(implementation)
+        with bft_hf.record(model) as trace:
+            output = logits(model)
+        shown[implementation] = (output, *trace.jacobian)
+    for implementation in ("batched_mm", "grouped_mm"):
+        for one, other in zip(shown[implementation], shown["eager"], strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-4)
+    model.config._experts_implementation = "deepgemm"
+    with pytest.raises(NotImplementedError, match=r"set_experts_implementation\('grouped_mm'\)"):
+        logits(model)
+
+
+def test_experts_jacobian_sees_adapters_on_their_parameters() -> None:
+    peft = pytest.importorskip("peft")
+    options = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    model = peft.get_peft_model(make_patched("mixtral", dtype=torch.float32), lora_config(**options)).eval()
+    with bft_hf.record(model) as apart:
+        expected = logits(model)
+    with model.disable_adapter(), bft_hf.record(model) as without:
+        logits(model)
+    merged = model.merge_and_unload()
+    with bft_hf.record(merged) as together:
+        assert_close(logits(merged), expected, rtol=1e-3, atol=1e-4)
+    assert_close(together.jacobian[0], apart.jacobian[0], rtol=1e-3, atol=1e-4)
+    assert distance(without.jacobian[0], apart.jacobian[0]) > 1e-2
+    bft_hf.unpatch(merged)
+    logits(merged)
 
 
 # --- Decoding ---------------------------------------------------------------------------------------------------------
@@ -397,3 +503,61 @@ def test_every_layer_takes_part(family: str) -> None:
         logits(model)
     assert len(trace.gain) == 2
     assert not torch.equal(trace.precision[0], trace.precision[1])
+
+
+# --- Families beyond the table ----------------------------------------------------------------------------------------
+
+
+def test_parallel_residuals_are_refused_with_the_reason() -> None:
+    fields = {name: COMMON[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    for family in ("gpt_neox", "falcon", "phi"):
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**fields))
+        with pytest.raises(
+            ValueError, match="Model is not supported: its attention and FFN read the same state"
+        ) as error:
+            bft_hf.patch(model)
+        assert "\n" not in str(error.value)
+
+
+def test_an_unknown_family_is_answered_with_the_two_lines_to_try() -> None:
+    forget_registered()
+    try:
+        model = make_plain(REGISTERED)
+        with pytest.raises(ValueError, match="ArceeForCausalLM holds no decoder of a supported family") as error:
+            bft_hf.patch(model)
+        lines = str(error.value).splitlines()[1:]
+        assert lines == [
+            "    bft_hf.register_architecture('arcee', like='llama', gate_projection=None)",
+            "    bft_hf.patch(model)",
+        ]
+        exec("\n".join(line.strip() for line in lines), {"bft_hf": bft_hf, "model": model})
+        assert bft_hf.is_patched(model)
+    finally:
+        bft_hf.register_architecture(REGISTERED, gate_projection=None)
+
+
+def test_what_an_unknown_family_lacks_is_named() -> None:
+    nemotron = AutoModelForCausalLM.from_config(CONFIG_MAPPING["nemotron"](**COMMON))
+    with pytest.raises(ValueError, match=r"register_architecture\('nemotron'.*has no 'mlp.gate_proj'"):
+        bft_hf.patch(nemotron)
+    try:
+        bft_hf.register_architecture("nemotron", gate_projection=None)
+        with pytest.raises(ValueError, match="layers.0 has a layer norm as 'input_layernorm'"):
+            bft_hf.patch(nemotron)
+    finally:
+        ARCHITECTURES.pop("nemotron")
+        architectures._registered.discard("nemotron")
+
+
+def test_registering_refuses_what_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match="'llama' is supported already"):
+        bft_hf.register_architecture("llama", like="gemma")
+    with pytest.raises(ValueError, match=r"like='gpt' is no supported family: choose one of arcee, gemma, "):
+        bft_hf.register_architecture("seed_oss", like="gpt")
+    with pytest.raises(ValueError, match="an architecture has no 'gate'"):
+        bft_hf.register_architecture("seed_oss", gate=None)
+    with pytest.raises(ValueError, match="give base_model, decoder_layer and attention"):
+        bft_hf.register_architecture("my_model")
+    row = bft_hf.register_architecture("llama", reading=ARCHITECTURES["llama"].reading)
+    assert row == ARCHITECTURES["llama"]
+    architectures._registered.discard("llama")
