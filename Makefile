@@ -18,7 +18,7 @@ PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --durations=1
 JUNIT = $(if $(PYTEST_ARGS),,--junit-xml=build/junit/$(1).xml)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-oldest compatibility test-upstream test-upstream-oldest overhead lint format types venv-lint clean
+.PHONY: help demo test test-slow test-oldest compatibility docs browser test-upstream test-upstream-oldest overhead lint format types venv-lint clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -38,6 +38,19 @@ test-oldest: $(VENV_OLDEST)/.test ## the quick tests against the oldest supporte
 
 compatibility: test test-oldest ## both of these, and docs/compatibility.md from what they give
 	$(VENV)/bin/python tests/compatibility.py newest=build/junit/newest.xml oldest=build/junit/oldest.xml
+
+# mkdocstrings reads sources and imports nothing: it is shown the installed layout as mypy is, see `types`.
+docs: $(VENV)/.docs ## the documentation as a site in build/site; warnings are errors
+	@rm -rf build/docs && mkdir -p build/docs/bft_hf
+	@ln -s $(CURDIR)/bft_hf/* $(CURDIR)/noise $(CURDIR)/recipes build/docs/bft_hf/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+# A distribution's Chromium where packages may be installed, else the one that playwright fetches from its own servers.
+browser: $(VENV)/.test ## a headless Chromium for the test of bft-inspect's page
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[browser]"
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium >/dev/null; } || \
+		$(VENV)/bin/playwright install chromium
 
 test-upstream: $(VENV)/.test ## transformers' own model tests, on plain and on patched models
 	$(VENV)/bin/python tests/upstream/run.py --workers $(WORKERS)
@@ -86,6 +99,10 @@ $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.made
 
 $(VENV)/.lint: pyproject.toml constraints.txt | $(VENV)/.made
 	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[lint]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/.made
+	$(VENV)/bin/python $(call PIP_INSTALL,constraints.txt) --editable ".[docs]"
 	@touch $@
 
 $(VENV_OLDEST)/.test: pyproject.toml constraints-oldest.txt | $(VENV_OLDEST)/.made

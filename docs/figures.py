@@ -90,17 +90,17 @@ def gain_by_sample_size(trace: bft_hf.Trace) -> plt.Figure:
     return figure
 
 
-def precision_of_a_text(words: list[str], trace: bft_hf.Trace) -> plt.Figure:
-    """λ of three tokens through the layers: up at each update, down at each prediction."""
-    before, updated = by_layer(trace.precision), by_layer(trace.updated_precision)
+def precision_of_a_text(words: list[str], trace: bft_hf.Trace, layers: int = 10) -> plt.Figure:
+    """λ of three tokens through the first layers: up at each update, down at each prediction."""
+    before, updated = by_layer(trace.precision)[:layers], by_layer(trace.updated_precision)[:layers]
     steps = torch.stack([before, updated], dim=1).flatten(0, 1)
-    places = [float(layer) + half for layer in trace.layers for half in (0.0, 0.5)]
+    places = [layer + half for layer in range(layers) for half in (0.0, 0.5)]
     figure, axes = plt.subplots(figsize=(5.2, 3))
     for shade, token in zip((0.8, 0.5, 0.15), (0, len(words) // 2, len(words) - 1), strict=True):
         label = f"{words[token].strip()!r}, position {token}"
-        axes.plot(places, steps[:, token], color=matplotlib.colormaps["viridis"](shade), linewidth=1, label=label)
-    axes.set(xlabel="layer", ylabel="precision λ", yscale="log")
-    axes.legend(frameon=False)
+        axes.plot(places, steps[:, token], ".-", color=matplotlib.colormaps["viridis"](shade), linewidth=1, label=label)
+    axes.set(xlabel="layer", ylabel="precision λ", yscale="log", xticks=range(layers))
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=3)
     return figure
 
 
