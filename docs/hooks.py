@@ -28,6 +28,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return link[0]
         folder = docs if source.parent == REPOSITORY else source.parent
         file = (folder / target).resolve()
+        if not file.exists() and not (source.parent / target).exists():
+            raise PluginError(f"{source} links to {target}, which is not there")
         return link[0] if file.is_file() and file.is_relative_to(docs) else text
 
     return LINK.sub(plain, markdown)

@@ -38,7 +38,7 @@ PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="ut
 COMMANDS = PYPROJECT["project"]["scripts"]
 
 RUN = {"bash", "python"}
-SHOWN = {"text", "yaml", "toml", "json", "make", "mermaid"}
+SHOWN = {"text", "yaml", "toml", "json"}
 NOT_RUN = re.compile(r"<!-- not run: (\S.*) -->\s*", re.DOTALL)
 
 MODEL = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
