@@ -41,13 +41,14 @@ def run(folder: Path, stories: Path) -> "nbformat.NotebookNode":
 
 
 def outputs(notebook: "nbformat.NotebookNode") -> list[tuple[str, str]]:
-    """Of each code cell the kinds of its outputs and what they say, numbers and versions left out."""
+    """Of each code cell the kinds of its outputs and what they say, but for numbers and for Trainer's own lines, of any version."""
     said = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
             kinds = "+".join(sorted({output.output_type for output in cell.outputs}))
             text = "".join(output.get("text", "") for output in cell.outputs)
-            said.append((kinds, re.sub(r"[-+]?[\d.]+(e-\d+)?", "#", text)))
+            text = re.sub(r"^\{'(loss|train_runtime)'.*\n?|^\s*\n", "", text, flags=re.MULTILINE)
+            said.append((kinds, " ".join(re.sub(r"[-+]?[\d.]+(e-\d+)?", "#", text).split())))
     return said
 
 
