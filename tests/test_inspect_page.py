@@ -317,7 +317,7 @@ def test_text_can_be_read_on_its_shade(page: Any) -> None:
 def picture(path: Path, target: Path) -> None:
     """A picture of a page, shaded by gain, with the token that the answer is read from."""
     with chromium() as browser:
-        page = browser.new_page(viewport={"width": 1180, "height": 820})
+        page = browser.new_page(viewport={"width": 1180, "height": 880})
         page.goto(path.resolve().as_uri())
         page.wait_for_function("document.getElementById('status').textContent !== ''")
         page.get_by_label("Shade by").select_option(label="gain")

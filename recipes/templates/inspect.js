@@ -99,7 +99,7 @@ function show() {
   });
   const numbers = meta.measures.map((measure) => measure.label + " " + format(values(measure)[token]));
   const part = parts[token] === "text" ? "" : ", " + parts[token];
-  byId("status").textContent = `Token ${token + 1} of ${tokens}, “${options[token].textContent}”${part}: ${numbers.join(", ")}.`;
+  byId("status").textContent = `Token ${token + 1} of ${tokens}, “${options[token].textContent.replace("\n", "")}”${part}: ${numbers.join(", ")}.`;
   const found = weights(token);
   byId("weights").hidden = found === null;
   byId("no-weights").hidden = found !== null;
