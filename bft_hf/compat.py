@@ -29,6 +29,14 @@ def attention_function(attention: type[nn.Module], implementation: str | None) -
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)
 
 
+def expert_parallel(experts: nn.Module) -> bool:
+    """Whether a module of routed experts holds but a part of them.
+
+    It does not tell until 5.12 at least; 5.24 has `_is_expert_parallel`. Delete when that is the oldest supported transformers.
+    """
+    return getattr(experts, "_is_expert_parallel", False)
+
+
 def forget_static_cache(model: nn.Module) -> None:
     """Drop the static cache that generate keeps on a model, with heads as wide as they were before a patch.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from . import filter
 from .architectures import bare_experts
+from .compat import expert_parallel
 from .ffn import BFTFFN, JacobianReader
 from .offload import resident
 from .swap import InPlaceSubclass
@@ -76,12 +77,14 @@ class BFTExperts(InPlaceSubclass):
         reader = handover.reader
         if reader is None:
             return super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
-        if implementation not in ("eager", "batched_mm", "grouped_mm") or self._is_expert_parallel:  # type: ignore[attr-defined]
+        if implementation not in ("eager", "batched_mm", "grouped_mm") or expert_parallel(self):  # type: ignore[arg-type]
             raise NotImplementedError(
                 f"J cannot be read from experts run by {implementation!r} or in parallel: call "
                 "model.set_experts_implementation('grouped_mm'), or patch with BFTConfig(propagate=False)"
             )
         experts = top_k_index.reshape(-1)
+        order: Tensor | None
+        gate_up: Tensor | None
         if implementation == "eager":
             output, gate_up, order = self._one_by_one(hidden_states, top_k_index, top_k_weights)
         else:
