@@ -316,6 +316,11 @@ def register_architecture(model_type: str, like: str = "llama", **names: Any) ->
     return row
 
 
+def registered(model_type: str) -> bool:
+    """Whether a family came by `register_architecture`."""
+    return model_type in _registered
+
+
 def find_base_model(model: nn.Module) -> tuple[nn.Module, Architecture]:
     """The module inside `model` (or itself) that holds decoder layers of a supported family, and the family.
 

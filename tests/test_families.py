@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import families_page
 import pytest
 import torch
 from conftest import lora_config
@@ -549,6 +550,14 @@ def test_what_an_unknown_family_lacks_is_named() -> None:
     finally:
         ARCHITECTURES.pop("nemotron")
         architectures._registered.discard("nemotron")
+
+
+def test_the_page_has_the_rows() -> None:
+    if not families_page.PAGE.is_file():
+        pytest.skip("no docs/ beside tests/")
+    assert families_page.parts()[1] == families_page.table(), "run python tests/families_page.py"
+    for name, row in ARCHITECTURES.items():
+        assert row.built_in or architectures.registered(name) or row.reading.startswith("K multiplies "), name
 
 
 def test_registering_refuses_what_it_does_not_know() -> None:
