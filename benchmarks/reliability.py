@@ -3,7 +3,7 @@
 Natural Questions with their gold passage and k others, SmolLM2-135M as it is or with an adapter, in the plain model and in one
 patched near its own function; the passages' reliability is absent, a retriever's (BM25 over the prompt's passages), or an
 oracle's: 1 for the gold passage and a constant for the others, which no user has, so it is what a perfect retriever could
-bring. From a clone with the tests' data beside it:
+bring. "shuffled": the same numbers handed to other passages of the prompt, which tells what reading all of them less brings. From a clone with the tests' data beside it:
 
     python benchmarks/reliability.py --output docs/results/reliability
     python benchmarks/reliability.py --output docs/results/reliability --table     # again from what is there
@@ -12,6 +12,8 @@ bring. From a clone with the tests' data beside it:
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -36,13 +38,34 @@ STARTS: dict[str, dict[str, Any]] = {
     "unit": {},
 }
 """In "identity" nothing changes the pretrained function but reliability, as the keys' weight."""
-ORACLE = {"identity": (0.5, 0.2, 0.05), "Q 100": (0.2,), "unit": (0.2,)}
+TOLD = ("none", "retriever", "shuffled retriever", "oracle 0.2", "shuffled oracle 0.2")
 
 
 def rate(row: dict[str, Any], others: float) -> dict[str, Any]:
     """Reliability 1 for a row's gold passage, `others` for each distractor."""
     rated = [{**passage, "reliability": [1.0 if passage["gold"] else others]} for passage in row["passages"]]
     return {"passages": rated}
+
+
+def shuffle(row: dict[str, Any]) -> dict[str, Any]:
+    """The passages' numbers dealt to other places, by a generator of the row's own."""
+    seed = int.from_bytes(hashlib.sha256(str(row["id"]).encode()).digest()[:8], "little")
+    order = np.random.default_rng(seed).permutation(len(row["passages"]))
+    numbers = [row["passages"][place]["reliability"] for place in order]
+    return {
+        "passages": [{**passage, "reliability": one} for passage, one in zip(row["passages"], numbers, strict=True)]
+    }
+
+
+def told(rows: Any, what: str) -> Any:
+    """The rows with the reliability of `TOLD`."""
+    if what == "none":
+        return rows
+    if what.startswith("shuffled "):
+        return told(rows, what.removeprefix("shuffled ")).map(shuffle)
+    if what.startswith("oracle "):
+        return rows.map(rate, fn_kwargs={"others": float(what.removeprefix("oracle "))})
+    return retriever_reliability(rows, progress=False)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -55,25 +78,21 @@ def run(arguments: argparse.Namespace) -> None:
     questions = load_questions(str(DATA / arguments.data), split="all", limit=arguments.questions, seed=0)
     for k in arguments.distractors:
         rows = add_distractors(questions, k, seed=0, source=("ctxs", "bm25"), progress=False)
-        cells: dict[tuple[str, str], Any] = {("plain", "none"): rows}
-        for start in STARTS:
-            cells |= {(start, "none"): rows, (start, "retriever"): retriever_reliability(rows, progress=False)}
-            cells |= {(start, f"oracle {rho}"): rows.map(rate, fn_kwargs={"others": rho}) for rho in ORACLE[start]}
-        for (start, told), rated in cells.items():
-            name = f"k={k}_{start}_{told}".replace(" ", "-")
+        for start, what in itertools.product(("plain", *arguments.starts), arguments.reliability):
+            name = f"k={k}_{start}_{what}".replace(" ", "-")
             path = arguments.output / f"{name}.json"
-            if path.exists() or (k == 0 and told != "none"):
+            if path.exists() or (what != "none" and (k == 0 or start == "plain")):
                 continue
             if start != "plain":
                 bft_hf.patch(model, BFTConfig(**STARTS[start]))
             with torch.autocast("cpu", torch.bfloat16):
                 result = evaluate_answers(
-                    model, tokenizer, rated, batch_size=8, max_length=1280, generate_first=arguments.generate,
-                    max_new_tokens=16, reliability=told != "none", desc=name,
+                    model, tokenizer, told(rows, what), batch_size=8, max_length=1280, generate_first=arguments.generate,
+                    max_new_tokens=16, reliability=what != "none", desc=name,
                 )  # fmt: skip
             if start != "plain":
                 bft_hf.unpatch(model)
-            summary = {"k": k, "start": start, "reliability": told, "data": arguments.data, **result.summary()}
+            summary = {"k": k, "start": start, "reliability": what, "data": arguments.data, **result.summary()}
             per_question = {key: [row[key] for row in result.per_question] for key in ("id", "answer_nll", "f1")}
             path.write_text(json.dumps({**summary, "per_question": per_question}) + "\n")
 
@@ -94,11 +113,11 @@ def table(folder: Path) -> str:
         interval = hierarchical_bootstrap((mine - theirs)[None])
         return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
-    for (k, start, told), cell in cells.items():
+    for (k, start, what), cell in cells.items():
         plain, silent = cells.get((k, "plain", "none")), cells.get((k, start, "none"))
         f1 = "" if cell["f1"] is None else f"{cell['f1']:.3f}"
         lines.append(
-            f"| {k} | {start} | {told} | {cell['answer_nll']:.3f} | {difference(cell, plain)} | {difference(cell, silent)} | {f1} |"
+            f"| {k} | {start} | {what} | {cell['answer_nll']:.3f} | {difference(cell, plain)} | {difference(cell, silent)} | {f1} |"
         )
     return "\n".join(lines)
 
@@ -114,6 +133,8 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=200)
     parser.add_argument("--generate", type=int, default=0, help="answer so many questions, for F1")
     parser.add_argument("--distractors", type=int, nargs="*", default=[0, 4])
+    parser.add_argument("--starts", nargs="*", choices=STARTS, default=["identity", "Q 100"])
+    parser.add_argument("--reliability", nargs="*", choices=TOLD, default=list(TOLD))
     parser.add_argument("--table", action="store_true", help="only print the table")
     arguments = parser.parse_args()
     if not arguments.table:
