@@ -59,7 +59,8 @@ SFT += " --save_strategy no --overwrite --eval_before false --lora_target_module
 QUICK = {
     "bft-sft": SFT,
     "bft-audit": f"--model_name_or_path {MODEL} --train_examples 24 --calibration_examples 12 --calibration_noise 0.5 --max_context_chars 4000 --resamples 20 --overwrite",
-    "bft-inspect": "--max_length 300 --overwrite",
+    "bft-inspect": "--max_length 300 --weight_tokens 16 --overwrite --use_cpu",
+    "bft-inspect sinks": "--lengths 16 32 --samples 1 --overwrite --use_cpu",
     "bft-audit compare": "",
     "bft-audit selective": "",
     "bft-rec": "--epochs 1 --hidden_size 8 --num_layers 1 --max_length 8 --batch_size 64 --overwrite",
