@@ -137,6 +137,20 @@ def test_attention_is_put_back_after_an_error(tiny_llama):
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_soft_capped_scores_are_refused_where_they_are_patched(tiny_llama):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    model = Gemma2ForCausalLM(Gemma2Config(**fields)).eval()
+    seen, _ = seen_weights(model, torch.randint(3, 64, (1, 9)))
+    torch.testing.assert_close(seen[0][1].sum(-1), torch.ones(4, 9))
+    bft_hf.patch(model)
+    with pytest.raises(ValueError, match="soft-capped"), attention_weights(model, lambda *_: None):
+        pass
+    assert model.config._attn_implementation == "eager"
+
+
 @pytest.mark.parametrize(
     "config", [BFTConfig(), BFTConfig(granularity="channel", layers=(0, 2)), BFTConfig(propagate=False)]
 )

@@ -22,7 +22,7 @@ LABELS = {
     "sample_size": "effective sample size n",
     "gate": "gate",
 }
-STYLE = {"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
+STYLE: dict[Any, Any] = {"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 
 
 def draw(looks: Sequence[Look]) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 FORMS = ("head", "element")
+
+See = Callable[[int, Tensor], None]
+"""Called with a layer's index and its gates, (batch, token, gate)."""
 
 
 class SigmoidGate(nn.Module):
@@ -76,32 +80,35 @@ class _Gated:
 
 
 @contextmanager
-def gate_values(model: nn.Module, see: Callable[[int, Tensor], None]) -> Iterator[int]:
+def gate_values(model: nn.Module, see: See) -> Iterator[int]:
     """Show the gates of every layer of a model that runs within the block.
 
     Args:
         model: With gates by `add_gates`, or with attentions whose query projection brings them, as Qwen3-Next's does: twice as
             wide as the queries, of each head the second half.
-        see: Called once a layer and pass with the layer's index and the gates, (batch, token, gate).
+        see: Called once a layer and pass.
 
     Yields:
         How many layers have gates.
     """
     handles = []
     for module in model.modules():
-        layer, head_dim = getattr(module, "layer_idx", None), getattr(module, "head_dim", None)
         gate, query, output = (getattr(module, name, None) for name in ("gate", "q_proj", "o_proj"))
         if isinstance(gate, SigmoidGate):
-            handles.append(gate.register_forward_hook(lambda _, __, value, layer=layer: see(layer, value.detach())))
+            handles.append(gate.register_forward_hook(functools.partial(_show, see, module)))
         elif query is not None and output is not None and query.out_features == 2 * output.in_features:
-
-            def show(_: nn.Module, __: Any, value: Tensor, layer: int = layer, head_dim: int = head_dim) -> None:
-                by_head = value.detach().view(*value.shape[:-1], -1, 2 * head_dim)
-                see(layer, torch.sigmoid(by_head[..., head_dim:].flatten(-2)))
-
-            handles.append(query.register_forward_hook(show))
+            handles.append(query.register_forward_hook(functools.partial(_show_query, see, module)))
     try:
         yield len(handles)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _show(see: See, attention: Any, module: nn.Module, args: Any, value: Tensor) -> None:
+    see(attention.layer_idx, value.detach())
+
+
+def _show_query(see: See, attention: Any, module: nn.Module, args: Any, value: Tensor) -> None:
+    by_head = value.detach().view(*value.shape[:-1], -1, 2 * attention.head_dim)
+    see(attention.layer_idx, torch.sigmoid(by_head[..., attention.head_dim :].flatten(-2)))

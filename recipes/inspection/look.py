@@ -58,7 +58,8 @@ class _Keys:
     def __call__(self, layer: int, before: Tensor, after: Tensor) -> None:
         both = [_with_mean(weights[0, :, self.first :]) for weights in (before, after)]
         keys = torch.maximum(*both).topk(min(TOP_KEYS, both[0].shape[-1])).indices
-        self.layers[layer] = (keys.cpu(), *(weights.gather(-1, keys).cpu() for weights in both))
+        before, after = (weights.gather(-1, keys).cpu() for weights in both)
+        self.layers[layer] = keys.cpu(), before, after
 
 
 def _with_mean(weights: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ def question_arguments(options: argparse.Namespace) -> SFTArguments:
     Raises:
         UsageError: As `bft-sft`.
     """
-    names = ("distractors", "distractor_source", "gold_position", "max_context_chars")
-    names += ("bft_config", "process_noise", "initial_precision")
+    names = ["distractors", "distractor_source", "gold_position", "max_context_chars"]
+    names += ["bft_config", "process_noise", "initial_precision"]
     arguments = SFTArguments(**{name: getattr(options, name) for name in names if hasattr(options, name)})
     distractor_sources(arguments)
     if arguments.bft_config is not None and not Path(arguments.bft_config).expanduser().is_file():

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+import bft_hf
 from bft_hf.compat import attention_function
 
 ATTENTION = "bft_seen"
@@ -32,11 +33,17 @@ def attention_weights(model: Any, see: See) -> Iterator[None]:
         see: Called once a layer and pass.
 
     Raises:
-        ValueError: The model's attention does not go through transformers' `AttentionInterface`, or blocks are nested.
+        ValueError: The model's attention does not go through transformers' `AttentionInterface`, or it is patched and has soft-capped
+            scores; or blocks are nested.
     """
     global _see
     if _see is not None:
         raise ValueError("attention_weights within attention_weights: use one block at a time")
+    if bft_hf.is_patched(model) and getattr(model.config, "attn_logit_softcapping", None) is not None:
+        raise ValueError(
+            f"the scores of {type(model).__name__} are soft-capped, and its weights around the cap cannot be shown: set "
+            "config.attn_logit_softcapping to None before the model is made"
+        )
     _register()
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
