@@ -98,13 +98,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def table(folder: Path) -> str:
-    """Markdown: every cell beside the plain model and beside its own start without reliability, paired by question."""
+    """Markdown: every cell beside the plain model, its own start without reliability, and its own numbers shuffled, paired by question."""
     cells = {}
     for path in sorted(folder.glob("k=*.json")):
         cell = json.loads(path.read_text())
         cells[cell["k"], cell["start"], cell["reliability"]] = cell
-    lines = ["| k | model | reliability | answer NLL | against plain | against no reliability | F1 |"]
-    lines += ["| ---: | --- | --- | ---: | --- | --- | ---: |"]
+    lines = ["| k | model | reliability | answer NLL | less plain | less no reliability | less its numbers shuffled |"]
+    lines += ["| ---: | --- | --- | ---: | --- | --- | --- |"]
 
     def difference(cell: dict[str, Any], other: dict[str, Any] | None) -> str:
         if other is None or other is cell:
@@ -114,11 +114,9 @@ def table(folder: Path) -> str:
         return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
     for (k, start, what), cell in cells.items():
-        plain, silent = cells.get((k, "plain", "none")), cells.get((k, start, "none"))
-        f1 = "" if cell["f1"] is None else f"{cell['f1']:.3f}"
-        lines.append(
-            f"| {k} | {start} | {what} | {cell['answer_nll']:.3f} | {difference(cell, plain)} | {difference(cell, silent)} | {f1} |"
-        )
+        others = (k, "plain", "none"), (k, start, "none"), (k, start, f"shuffled {what}")
+        columns = [str(k), start, what, f"{cell['answer_nll']:.3f}", *(difference(cell, cells.get(o)) for o in others)]
+        lines.append(f"| {' | '.join(columns)} |")
     return "\n".join(lines)
 
 
