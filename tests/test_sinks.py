@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -211,11 +212,15 @@ def test_command_measures_plain_and_patched(model_dir, text, tmp_path, capsys):
     model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir))
     tokens = byte_tokenizer()("The quick brown fox jumps over the lazy dog. " * 20 + "\n")["input_ids"]
     assert tokens[0] == 1
-    start = int(torch.randint(0, len(tokens) - 1 - 127 + 1, (2,), generator=torch.Generator().manual_seed(42))[0])
-    row = torch.tensor([1, *tokens[1 + start : 1 + start + 127]])
+    starts = torch.randint(0, len(tokens) - 1 - 127 + 1, (2,), generator=torch.Generator().manual_seed(42)).tolist()
+    row = torch.tensor([1, *tokens[1 + starts[0] : 1 + starts[0] + 127]])
     with torch.no_grad(), bft_hf.record(model) as trace:
         model(row[None])
     assert last["gain"][0] == pytest.approx(float(torch.stack(trace.gain)[:, 0, 64:].mean()), rel=1e-4)
+    assert re.search(r"Correlation of the gain with log n over a layer's tokens: -?[.\d]+ \[", said)
+    stretches = [row, torch.tensor([1, *tokens[1 + starts[1] : 1 + starts[1] + 127]])]
+    expected = correlation(profile(model, stretches), "gain")
+    assert result["correlation"] == {"plain": {}, "patched": {"gain": pytest.approx(expected, rel=1e-3)}}
     assert result["per_doubling"]["patched"]["gain"] == pytest.approx(
         [late - early for early, late in zip(result["by_length"]["patched"][0]["gain"], last["gain"], strict=True)]
     )

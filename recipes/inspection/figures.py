@@ -95,6 +95,8 @@ def draw_lengths(arms: dict[str, list[dict[str, Any]]], names: Sequence[str]) ->
             plot.set(xlabel="context length", ylabel=LABELS[name])
             if name == "sample_size":
                 plot.set_yscale("log", base=2)
+            elif name != "first_token_mass":
+                plot.set_ylim(0, 1.05)  # shares: side by side they are to be compared
         for plot in itertools.islice(plots.flat, len(names), None):
             plot.axis("off")
         plots[0][0].legend(frameon=False, fontsize=7)

@@ -62,26 +62,30 @@ def run(argv: Sequence[str]) -> None:
 
     from ..results import library_versions
     from .figures import draw_lengths
-    from .profile import by_length, per_doubling, profile
+    from .profile import Profile, by_length, correlation, per_doubling, profile
 
     ids = _tokens(options, tokenizer)
     lengths = _lengths(options, most_tokens(model, max(options.lengths or LENGTHS)), len(ids))
     rows = _stretches(ids, lengths[-1], options, tokenizer)
     patched_here = _patch(model, options)
-    arms: dict[str, list[dict[str, Any]]] = {}
-    config = None
+    found: dict[str, Profile] = {}
+    config = bft_hf.get_config(model)
     with as_usage_error(f"{options.model}: ", ValueError):
         if bft_hf.is_patched(model):
-            config = bft_hf.get_config(model)
             say(f"Measuring the patched model on {len(rows)} stretches of {lengths[-1]} tokens")
-            arms["patched"] = by_length(profile(model, rows), lengths)
+            found["patched"] = profile(model, rows)
             bft_hf.unpatch(model)
         say(f"Measuring the plain model on {len(rows)} stretches of {lengths[-1]} tokens")
-        arms = {"plain": by_length(profile(model, rows), lengths), **arms}
+        found = {"plain": profile(model, rows), **found}
+    arms = {arm: by_length(one, lengths) for arm, one in found.items()}
     slopes = {
-        arm: {name: per_doubling(found, name) for name in QUANTITIES if name in found[0]}
-        for arm, found in arms.items()
+        arm: {name: per_doubling(measured, name) for name in QUANTITIES if name in measured[0]}
+        for arm, measured in arms.items()
         if len(lengths) > 1
+    }
+    follows = {
+        arm: {name: correlation(one, name) for name in ("gain", "gate") if getattr(one, name) is not None}
+        for arm, one in found.items()
     }
     result = {
         "format": SINKS_FORMAT,
@@ -92,11 +96,12 @@ def run(argv: Sequence[str]) -> None:
         "samples": len(rows),
         "by_length": arms,
         "per_doubling": slopes,
+        "correlation": follows,
         "versions": library_versions(),
     }
-    names = [name for name in QUANTITIES if any(name in found[0] for found in arms.values())]
+    names = [name for name in QUANTITIES if any(name in measured[0] for measured in arms.values())]
     write(options.output_dir, {"sinks.svg": draw_lengths(arms, names)}, "sinks", result)
-    print_lengths(arms, slopes)
+    print_lengths(arms, slopes, follows)
     say(f"Written to {options.output_dir}")
 
 
@@ -171,7 +176,11 @@ def _patch(model: Any, options: argparse.Namespace) -> bool:
         return False
 
 
-def print_lengths(arms: dict[str, list[dict[str, Any]]], slopes: dict[str, dict[str, list[float]]]) -> None:
+def print_lengths(
+    arms: dict[str, list[dict[str, Any]]],
+    slopes: dict[str, dict[str, list[float]]],
+    follows: dict[str, dict[str, list[float]]],
+) -> None:
     """Tables by context length on the terminal, with 95 % intervals over stretches of text."""
     from rich.console import Console
     from rich.table import Table
@@ -193,3 +202,6 @@ def print_lengths(arms: dict[str, list[dict[str, Any]]], slopes: dict[str, dict[
             cells = ["{:+.2g} [{:+.2g}, {:+.2g}]".format(*t_interval(slopes[arm][name])) for name in names]
             table.add_row("per doubling", *cells, style="dim")
         console.print(table)
+        for name, values in follows[arm].items():
+            mean, low, high = t_interval(values)
+            say(f"Correlation of the {name} with log n over a layer's tokens: {mean:.2f} [{low:.2f}, {high:.2f}]")
