@@ -378,7 +378,10 @@ class KrigingConfig:
         return self._config._attn_implementation
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(object.__getattribute__(self, "_config"), name)
+        config = self.__dict__.get("_config")  # the compiler follows this, and no object.__getattribute__
+        if config is None:  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(config, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._config, name, value)

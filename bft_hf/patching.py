@@ -266,11 +266,13 @@ def _check_layer(layer: nn.Module, index: int, architecture: Architecture) -> No
         raise ValueError(
             f"layers.{index} has {missing}: the anatomy of {architecture.model_type!r} does not fit it, see docs/families.md"
         )
-    expected = {
+    expected: dict[str, str | None] = {
         "": architecture.decoder_layer,
         architecture.self_attention: architecture.attention,
         architecture.ffn: None,
     }
+    if architecture.routes(getattr(layer, architecture.ffn)):
+        expected[f"{architecture.ffn}.{architecture.experts}"] = None
     for path, name in expected.items():
         module = layer.get_submodule(path)
         where = f"layers.{index}{'.' if path else ''}{path}"

@@ -395,6 +395,40 @@ def test_decoding_by_the_cache_is_one_pass(family: str, monkeypatch: pytest.Monk
     generated = model.generate(row[:1, :6], max_new_tokens=6, do_sample=False, pad_token_id=0)
     again = model.generate(row[:1, :6], max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=False)
     assert torch.equal(generated, again)
+    fixed = model.generate(
+        row[:1, :6], max_new_tokens=6, do_sample=False, pad_token_id=0, cache_implementation="static"
+    )
+    assert torch.equal(fixed, generated)
+
+
+@everywhere
+def test_a_token_of_no_reliability_is_a_masked_one(family: str) -> None:
+    model = make_patched(family, dtype=torch.float32)
+    reliability = torch.ones(2, 11)
+    reliability[0, 3] = 0
+    positions = torch.arange(11).expand(2, 11)
+    unreliable = logits(model, input_ids=ids(), token_reliability=reliability)
+    masked = logits(model, input_ids=ids(), attention_mask=reliability.long(), position_ids=positions)
+    kept = reliability.bool()
+    assert_close(unreliable[kept], masked[kept], rtol=1e-4, atol=1e-4)
+    assert distance(unreliable[kept], logits(model, input_ids=ids())[kept]) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mixtral"])
+def test_compiled_whole(family: str) -> None:
+    model = make_patched(family, dtype=torch.float32)
+    if ARCHITECTURES[family].experts:
+        model.set_experts_implementation("grouped_mm")
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(logits(compiled, input_ids=ids(), use_cache=False), logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_kernels_that_cap_scores_are_refused() -> None:
+    model = make_patched("gemma2", dtype=torch.float32)
+    model.config._attn_implementation = "flash_attention_2"  # not installed; it is refused before it is called
+    with pytest.raises(NotImplementedError, match=r"set_attn_implementation\('eager'\)"):
+        logits(model)
 
 
 @everywhere
