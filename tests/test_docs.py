@@ -20,14 +20,19 @@ import sys
 import threading
 import tomllib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from markdown_it import MarkdownIt
+
+from bft_hf.architectures import ARCHITECTURES
+from bft_hf.noise.labels import LABEL_NOISES
+from bft_hf.recipes.losses import TOKEN_LOSSES
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS = REPOSITORY / "docs"
@@ -137,7 +142,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A clone as a page's reader has it, with the files that the page takes for granted."""
     folder = tmp_path / "clone"
     shutil.copytree(models, folder)
@@ -153,7 +158,10 @@ def workplace(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("bft_hf.noise.bm25.default_cache", lambda: tmp_path / "bm25")
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.chdir(folder)
-    return folder
+    # Pages that add to a table of the package do so for their own length.
+    monkeypatch.setattr("bft_hf.architectures._registered", set())
+    with mock.patch.dict(ARCHITECTURES), mock.patch.dict(LABEL_NOISES), mock.patch.dict(TOKEN_LOSSES):
+        yield folder
 
 
 def lay_out(kind: str, path: Path) -> None:
@@ -308,8 +316,9 @@ class Shell:
     def python(self, argv: list[str]) -> int | None:
         """`python examples/...`, on the tiny model."""
         assert argv[0].startswith("examples/"), f"python {argv[0]}: only the examples run here"
-        sys.argv = [*argv, *(["--model", MODEL] if "--model" in Path(argv[0]).read_text(encoding="utf-8") else [])]
-        runpy.run_path(argv[0], run_name="__main__")
+        tiny = ["--model", MODEL] if "--model" in Path(argv[0]).read_text(encoding="utf-8") else []
+        with mock.patch.object(sys, "argv", [*argv, *tiny]):
+            runpy.run_path(argv[0], run_name="__main__")
         return 0
 
     def accelerate(self, argv: list[str]) -> int | None:
