@@ -163,10 +163,10 @@ def test_gates_of_qwen3_next():
     with torch.no_grad():
         attention.q_proj.weight.mul_(20)
         with gate_values(model, lambda layer, value: seen.update({layer: value})) as count:
-            model(ids(10)[None])
+            model(ids(10)[None], use_cache=False)
         gate, gated = seen[0], outputs["gated"]
         attention.q_proj.weight.view(4, 2, 8, 32)[:, 1] = 0  # every gate a half, and the queries as they were
-        model(ids(10)[None])
+        model(ids(10)[None], use_cache=False)
     assert count == 2 and gate.std() > 0.1
     torch.testing.assert_close(gated, 2 * outputs["gated"] * gate)
     found = profile(model, [ids(10)])
