@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from . import filter
-from .architectures import Architecture
+from .anatomy import Architecture
 from .attention import KrigingCall, SoftcappedCall
 from .ffn import JacobianReader
 from .layer import BFTDecoderLayer, inverse_rms, norm_weight

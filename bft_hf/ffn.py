@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import filter
-from .architectures import Architecture
+from .anatomy import Architecture
 from .plain_ffn import plain_jacobian
 from .state import full_precision
 from .swap import InPlaceSubclass

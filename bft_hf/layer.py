@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from . import filter, one_token
-from .architectures import Architecture
+from .anatomy import Architecture
 from .attention import KrigingCall, KrigingConfig, WideningCache
 from .compat import cache_argument
 from .ffn import JacobianReader

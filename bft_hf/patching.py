@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from .architectures import Architecture, bare_experts, find_base_model
+from .anatomy import Architecture, bare_experts
+from .architectures import find_base_model
 from .compat import forget_static_cache
 from .config import BFTConfig
 from .dressed import BFTDressedDecoderLayer

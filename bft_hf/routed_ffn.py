@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import filter
-from .architectures import bare_experts
+from .anatomy import bare_experts
 from .compat import expert_parallel
 from .ffn import BFTFFN, JacobianReader
 from .offload import resident

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import filter
-from .architectures import Architecture
+from .anatomy import Architecture
 from .config import BFTConfig
 from .weights import DerivedFromWeights, effective_weight, forget_derived
 
