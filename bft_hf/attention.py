@@ -268,7 +268,8 @@ class SoftcappedCall(KrigingCall):
         ):  # which caps nothing, and in newer transformers says so and stops
             options = {**kwargs, "scaling": scaling, "dropout": dropout, "softcap": softcap}
             return super().attend(function, module, query, key, value, attention_mask, **options)
-        if implementation not in (None, "eager"):
+        # A function of somebody's own can say so by an attribute.
+        if not getattr(function, "adds_mask_behind_cap", implementation in (None, "eager")):
             raise NotImplementedError(
                 f"{implementation} attention takes no key precisions behind a soft cap of the scores: call "
                 "model.set_attn_implementation('eager'), or set config.attn_logit_softcapping to None before the model is made"

@@ -424,6 +424,25 @@ def test_compiled_whole(family: str) -> None:
     assert_close(logits(compiled, input_ids=ids(), use_cache=False), logits(model), rtol=1e-5, atol=1e-5)
 
 
+def test_a_function_of_ones_own_can_take_precisions_behind_the_cap() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return eager_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("own", own)
+    AttentionMaskInterface.register("own", eager_mask)
+    model = make_patched("gemma2", dtype=torch.float32, implementation="eager")
+    expected = logits(model)
+    model.config._attn_implementation = "own"
+    with pytest.raises(NotImplementedError, match="own attention takes no key precisions"):
+        logits(model)
+    own.adds_mask_behind_cap = True  # type: ignore[attr-defined]
+    assert torch.equal(logits(model), expected)
+
+
 def test_kernels_that_cap_scores_are_refused() -> None:
     model = make_patched("gemma2", dtype=torch.float32)
     model.config._attn_implementation = "flash_attention_2"  # not installed; it is refused before it is called
