@@ -17,7 +17,7 @@ from conftest import lora_config
 from reference import Settings, reference_model
 from torch import Tensor, nn
 from torch.testing import assert_close
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import bft_hf
 from bft_hf import BFTConfig, architectures, one_token
@@ -559,6 +559,28 @@ def test_every_layer_takes_part(family: str) -> None:
         logits(model)
     assert len(trace.gain) == 2
     assert not torch.equal(trace.precision[0], trace.precision[1])
+
+
+def test_in_a_vision_language_model_the_language_model_is_patched_and_saved(tmp_path: Path) -> None:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = CONFIG_MAPPING["gemma3"](
+        text_config=CONFIG_MAPPING["gemma3_text"](**COMMON | FAMILIES["gemma3_text"]),
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        image_token_id=0,
+    )
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    expected = logits(model)
+    bft_hf.patch(model)
+    assert distance(logits(model), expected) > 1e-3
+    with pytest.raises(NotImplementedError, match="save the language model inside"):
+        model.save_pretrained(tmp_path / "whole")
+    language = model.model.language_model
+    language.save_pretrained(tmp_path / "language")
+    again = AutoModel.from_pretrained(tmp_path / "language")
+    with torch.no_grad():
+        assert torch.equal(again(ids()).last_hidden_state, language(ids()).last_hidden_state)
+    assert torch.equal(logits(bft_hf.unpatch(model)), expected)
 
 
 # --- Families beyond the table ----------------------------------------------------------------------------------------
