@@ -11,13 +11,14 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the marker says it once more.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^v<>"
+STYLE: dict[Any, Any] = {"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 
 
 def draw(report: "Report") -> dict[str, bytes]:
     """Every figure of a report, by file name."""
     import matplotlib as mpl
 
-    with mpl.rc_context({"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}):
+    with mpl.rc_context(STYLE):
         figures = {}
         for metric in report.metrics:
             for axis in report.comparison.numeric_axes():
@@ -35,7 +36,7 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
     sides: list[tuple[str, list[Any]]] = [(metric, report.means[metric])]
     if report.differences[metric]:
         sides.append((f"{metric} less {report.comparison.baseline}", report.differences[metric]))
-    figure, plots = _plots(len(others), len(sides))
+    figure, plots = subplots(len(others), len(sides))
     low, high = (float(end) for end in report.comparison.ends(axis))
     arms = report.comparison.arms
     for row, rest in enumerate(others):
@@ -71,14 +72,14 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
             if rest:
                 plot.set_title(", ".join(f"{name}={label}" for name, label in rest), fontsize=9)
     plots[0][0].legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(figure)
 
 
 def _by_class(report: "Report", name: str) -> bytes:
     """A number by class of token: a bar an arm, its mean over runs, and a line from the lowest to the highest run."""
     kinds = list(dict.fromkeys(kind for _, kind in report.classes))
     arms = list(dict.fromkeys(arm for arm, _ in report.classes))
-    figure, plots = _plots(1, 1)
+    figure, plots = subplots(1, 1)
     plot = plots[0][0]
     width = 0.8 / len(arms)
     for place, arm in enumerate(arms):
@@ -92,18 +93,19 @@ def _by_class(report: "Report", name: str) -> bytes:
     plot.set_xticks(range(len(kinds)), kinds)
     plot.set_ylabel(name)
     plot.legend(frameon=False, fontsize=8)
-    return _svg(figure)
+    return svg(figure)
 
 
-def _plots(rows: int, columns: int) -> tuple[Any, Any]:
-    """A figure that no backend or window knows of, and its plots."""
+def subplots(rows: int, columns: int, width: float = 4.2) -> tuple[Any, Any]:
+    """A figure that no backend or window knows of, and its plots, each so many inches wide."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * columns, 3.0 * rows), layout="constrained")
+    figure = Figure(figsize=(width * columns, 3.0 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _svg(figure: Any) -> bytes:
+def svg(figure: Any) -> bytes:
+    """A figure as SVG, the same bytes from the same numbers."""
     content = io.BytesIO()
     figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
     return content.getvalue()

@@ -137,19 +137,33 @@ def test_attention_is_put_back_after_an_error(tiny_llama):
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_soft_capped_scores_are_refused_where_they_are_patched(tiny_llama):
+def test_precisions_go_around_a_soft_cap(tiny_llama):
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 8}
-    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
-    model = Gemma2ForCausalLM(Gemma2Config(**fields)).eval()
-    seen, _ = seen_weights(model, torch.randint(3, 64, (1, 9)))
-    torch.testing.assert_close(seen[0][1].sum(-1), torch.ones(4, 9))
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "initializer_range": 0.5,
+    }
+    fields |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64, "attn_logit_softcapping": 2.0}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Gemma2ForCausalLM(Gemma2Config(**fields, attn_implementation="eager")).eval()
+    ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    plain, _ = seen_weights(model, ids)
     bft_hf.patch(model)
-    implementation = model.config._attn_implementation
-    with pytest.raises(ValueError, match="soft-capped"), attention_weights(model, lambda *_: None):
-        pass
-    assert model.config._attn_implementation == implementation
+    with torch.no_grad(), bft_hf.record(model) as trace:
+        expected = model(ids).logits
+    seen, logits = seen_weights(model, ids)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(seen[0][0], plain[0][0])
+    for layer, precision in enumerate(trace.precision):
+        before, after = seen[layer]
+        kriging = before * precision[0]
+        torch.testing.assert_close(after, kriging / kriging.sum(-1, keepdim=True), atol=1e-5, rtol=1e-4)
+    assert (seen[1][0] - seen[1][1]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ def looks(tiny_llama: Any) -> list[Any]:
 @pytest.fixture
 def page(browser: Any, looks: list[Any], tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
     """The page, opened; it may say nothing on the console and ask for nothing but itself."""
+    from playwright.sync_api import expect
+
     from bft_hf.recipes.inspection.page import page as make_page
 
     options = {"viewport": {"width": 1200, "height": 800}, **getattr(request, "param", {})}
@@ -104,7 +106,7 @@ def page(browser: Any, looks: list[Any], tmp_path: Path, request: pytest.Fixture
     found.on("dialog", lambda dialog: (said.append(dialog.message), dialog.dismiss()))
     found.on("request", lambda asked: said.append(asked.url) if asked.url != path.as_uri() else None)
     found.goto(path.as_uri())
-    found.wait_for_function("document.getElementById('status').textContent !== ''")
+    expect(found.get_by_role("status")).not_to_be_empty()
     yield found
     context.close()
     assert said == []
@@ -271,8 +273,10 @@ def test_tokens_without_weights_say_so(page: Any) -> None:
 
 
 def test_another_text_is_picked(page: Any, looks: list[Any]) -> None:
+    from playwright.sync_api import expect
+
     page.get_by_role("combobox", name="Text", exact=True).select_option(label="<i>second</i>")
-    page.wait_for_function("document.getElementById('status').textContent.includes('of 12')")
+    expect(page.get_by_role("status")).to_contain_text("of 12")
     assert page.get_by_role("listbox").count() == 1
     assert numbers(status(page)) == pytest.approx(expected(looks[1], 11, 2, None), rel=6e-3)
     token(page, 3).click()
@@ -316,10 +320,12 @@ def test_text_can_be_read_on_its_shade(page: Any) -> None:
 
 def picture(path: Path, target: Path) -> None:
     """A picture of a page, shaded by gain, with the token that the answer is read from."""
+    from playwright.sync_api import expect
+
     with chromium() as browser:
         page = browser.new_page(viewport={"width": 1180, "height": 880})
         page.goto(path.resolve().as_uri())
-        page.wait_for_function("document.getElementById('status').textContent !== ''")
+        expect(page.get_by_role("status")).not_to_be_empty()
         page.get_by_label("Shade by").select_option(label="gain")
         page.screenshot(path=target)
 

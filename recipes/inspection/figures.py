@@ -1,13 +1,12 @@
 """Figures of a look inside and of sinks, as SVG."""
 
-import io
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..figures import COLOURS, MARKERS
+from ..figures import COLOURS, MARKERS, STYLE, subplots, svg
 from .look import Look
 from .profile import t_interval
 from .tables import MEASURES, by_layer, measure
@@ -22,7 +21,7 @@ LABELS = {
     "sample_size": "effective sample size n",
     "gate": "gate",
 }
-STYLE: dict[Any, Any] = {"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
+WIDTH = 3.6
 
 
 def draw(looks: Sequence[Look]) -> dict[str, bytes]:
@@ -36,7 +35,7 @@ def draw(looks: Sequence[Look]) -> dict[str, bytes]:
 def _layers(looks: Sequence[Look]) -> bytes:
     rows = by_layer(looks)
     names = [name for name in MEASURES if name in rows[0]]
-    figure, plots = _plots(1, len(names))
+    figure, plots = subplots(1, len(names), WIDTH)
     layers = [row["layer"] for row in rows]
     for plot, name in zip(plots[0], names, strict=True):
         ends = ([row[f"{name}_{end}"] for row in rows] for end in ("p10", "p90"))
@@ -50,7 +49,7 @@ def _layers(looks: Sequence[Look]) -> bytes:
 
 
 def _tokens(look: Look) -> bytes:
-    figure, plots = _plots(2, 1, width=9.0)
+    figure, plots = subplots(2, 1, 9.0)
     for plot, name in zip(plots[:, 0], ("precision", "gain"), strict=True):
         values = measure(look, name)
         assert values is not None
@@ -73,7 +72,7 @@ def draw_lengths(arms: dict[str, list[dict[str, Any]]], names: Sequence[str]) ->
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE):
-        figure, plots = _plots(-(-len(names) // 3), min(len(names), 3))
+        figure, plots = subplots(-(-len(names) // 3), min(len(names), 3), WIDTH)
         for plot, name in zip(plots.flat, names, strict=False):
             for place, (arm, rows) in enumerate(arms.items()):
                 if name not in rows[0]:
@@ -101,18 +100,3 @@ def draw_lengths(arms: dict[str, list[dict[str, Any]]], names: Sequence[str]) ->
             plot.axis("off")
         plots[0][0].legend(frameon=False, fontsize=7)
         return svg(figure)
-
-
-def _plots(rows: int, columns: int, width: float = 3.6) -> tuple[Any, Any]:
-    """A figure that no backend or window knows of, and its plots."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, 3.0 * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def svg(figure: Any) -> bytes:
-    """A figure as SVG, the same bytes from the same numbers."""
-    content = io.BytesIO()
-    figure.savefig(content, format="svg", metadata={"Date": None, "Creator": None})
-    return content.getvalue()

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import bft_hf
+from bft_hf.attention import query_constant
 from bft_hf.compat import attention_function
 
 ATTENTION = "bft_seen"
@@ -33,17 +33,11 @@ def attention_weights(model: Any, see: See) -> Iterator[None]:
         see: Called once a layer and pass.
 
     Raises:
-        ValueError: The model's attention does not go through transformers' `AttentionInterface`, or it is patched and has soft-capped
-            scores; or blocks are nested.
+        ValueError: The model's attention does not go through transformers' `AttentionInterface`, or blocks are nested.
     """
     global _see
     if _see is not None:
         raise ValueError("attention_weights within attention_weights: use one block at a time")
-    if bft_hf.is_patched(model) and getattr(model.config, "attn_logit_softcapping", None) is not None:
-        raise ValueError(
-            f"the scores of {type(model).__name__} are soft-capped, and its weights around the cap cannot be shown: set "
-            "config.attn_logit_softcapping to None before the model is made"
-        )
     _register()
     before = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION)
@@ -71,10 +65,16 @@ def _seen_attention(
     if _see is not None:
         before, head_dim = after, int(module.head_dim)  # type: ignore[arg-type]
         if query.shape[-1] > head_dim:
+            mask = attention_mask
+            if kwargs.get("softcap") is not None and mask is not None:  # around a cap, precisions come with the mask
+                mask = mask - key[:, :1, None, :, head_dim] * (kwargs["scaling"] * query_constant(kwargs["scaling"]))
             plain = (states[..., :head_dim] for states in (query, key, value))
-            before = attend(module, *plain, attention_mask, **kwargs)[1]
+            before = attend(module, *plain, mask, **kwargs)[1]
         _see(int(module.layer_idx), before.float(), after.float())  # type: ignore[arg-type]
     return output, after
+
+
+_seen_attention.adds_mask_behind_cap = True  # type: ignore[attr-defined]
 
 
 def _register() -> None:

@@ -194,7 +194,9 @@ function redraw() {
 }
 
 async function open(place) {
-  data = await unpack(place);
+  const found = await unpack(place);
+  if (place !== picked("text")) return; // another was picked meanwhile
+  data = found;
   state.text = place;
   state.token = 0;
   state.pointed = null;
