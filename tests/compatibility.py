@@ -34,6 +34,7 @@ AREAS = {
     "PEFT": ("peft", "adapters", "adapter_folders", "guards"),
     "Saving, loading and the Hub": ("hub", "hub_server", "cards", "old_checkpoints", "offload"),
     "Other engines": ("other_engines",),
+    "Model families": ("families", "devices"),
     "Patching": ("patching", "calibration", "tracing", "weights", "precision_dtypes"),
 }
 
@@ -46,11 +47,13 @@ class Test:
         name: without "test_".
         outcomes: by run, how many cases passed, failed or were skipped.
         reasons: why cases were skipped.
+        cases: by run, the outcome of every case by its parameters' id.
     """
 
     name: str
     outcomes: dict[str, dict[str, int]] = field(default_factory=dict)
     reasons: set[str] = field(default_factory=set)
+    cases: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def verdict(self, run: str) -> str:
         """works, refuses, FAILS or untested."""
@@ -68,7 +71,7 @@ def read(files: Mapping[str, Path]) -> dict[str, dict[str, Test]]:
     for run, path in files.items():
         for case in ElementTree.parse(path).iter("testcase"):
             match = re.search(r"(?:^|\.)test_(\w+)", case.get("classname", ""))
-            function = case.get("name", "").partition("[")[0]
+            function, _, parameters = case.get("name", "").removesuffix("]").partition("[")
             if match is None or not function.startswith("test_"):
                 continue
             name = function.removeprefix("test_")
@@ -81,7 +84,34 @@ def read(files: Mapping[str, Path]) -> dict[str, dict[str, Test]]:
                 outcome = "skipped"
                 test.reasons.add(skipped.get("message", "").partition("\n")[0].removeprefix("Skipped: "))
             counts[outcome] = counts.get(outcome, 0) + 1
+            test.cases.setdefault(run, {})[parameters] = outcome
     return modules
+
+
+def matrix(tests: Mapping[str, Test], runs: Sequence[str]) -> list[str]:
+    """Tests by model family: works where every case of the family passed in every run, else the runs in which it did.
+
+    The families are what tests with one parameter have in common: every line of the matrix is run for all of them.
+    """
+    ids = [
+        {one for run in runs for one in test.cases.get(run, {}) if one and "-" not in one} for test in tests.values()
+    ]
+    families = sorted(max(ids, key=len, default=set()))
+    rows = []
+    for test in tests.values():
+        cells = []
+        for family in families:
+            found = {
+                run: [outcome for one, outcome in test.cases.get(run, {}).items() if family in one.split("-")]
+                for run in runs
+            }
+            passed = [run for run in runs if found[run] and set(found[run]) == {"passed"}]
+            cells.append("works" if passed == list(runs) else ", ".join(passed) or "no")
+        if any(cell != "no" for cell in cells) and sum(cell != "no" for cell in cells) == len(families):
+            rows.append(f"| {test.name.replace('_', ' ')} | {' | '.join(cells)} |")
+    if not rows:
+        return []
+    return [f"| | {' | '.join(families)} |", f"|---|{'---|' * len(families)}", *rows]
 
 
 def table(tests: Iterable[tuple[str, Test]], runs: Sequence[str]) -> list[str]:
@@ -129,7 +159,10 @@ def report(files: Mapping[str, Path]) -> str:
     for area, names in AREAS.items():
         rows = [(name, test) for name in names for test in modules.get(name, {}).values()]
         if rows:
-            lines += ["", f"## {area}", "", *table(rows, runs)]
+            lines += ["", f"## {area}", ""]
+            if grid := matrix(modules.get("families", {}), runs) if "families" in names else []:
+                lines += [*grid, ""]
+            lines += table(rows, runs)
     return "\n".join(lines) + "\n"
 
 
