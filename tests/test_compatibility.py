@@ -80,3 +80,18 @@ def test_check_exits_by_the_verdicts_and_writes_nothing(
 )
 def test_names_tell_a_refusal(name: str, verdict: str) -> None:
     assert compatibility.Test(name, {"run": {"passed": 1}}).verdict("run") == verdict
+
+
+def test_families_stand_beside_each_other(tmp_path: Path) -> None:
+    """A row for every test that is run for all families; two parameters' ids are told apart."""
+    cases = {f"test_saves[{family}]": "" for family in ("llama", "gemma", "phi3")}
+    cases |= {f"test_agrees[{family}-sdpa]": "" for family in ("llama", "phi3")}
+    cases |= {f"test_agrees[{family}-eager]": "" for family in ("llama", "gemma", "phi3")}
+    cases |= {"test_agrees[gemma-sdpa]": "<skipped message='none'/>", "test_alone[llama]": "", "test_alone[phi3]": ""}
+    tests = [compatibility.read({"newest": junit(tmp_path, **cases)})["hub"]]
+    cases["test_saves[gemma]"] = "<failure/>"
+    tests.append(compatibility.read({"newest": junit(tmp_path, **cases)})["hub"])
+    good, bad = (compatibility.matrix(one, ["newest"]) for one in tests)
+    assert good[0] == "| | gemma | llama | phi3 |"
+    assert good[2:] == ["| saves | works | works | works |", "| agrees | works | works | works |"]
+    assert bad[2:] == ["| saves | no | works | works |", "| agrees | works | works | works |"]
