@@ -187,16 +187,22 @@ class KrigingCall:
         head_dim = query.shape[-1]
         query = self.widen_query(query, scaling)
         attend = functools.partial(function, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        flash_positions = self.position_ids if "flash" in (module.config.bft_implementation or "") else None
+        visibility = Visibility(attention_mask, query, key, flash_positions)
+        return self._deliver(attend, dropout, query, key, visibility, scaling, head_dim)
+
+    def _deliver(
+        self, attend: Callable[..., Any], dropout: float, query: Tensor, key: Tensor, *reading: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call `attend` with its inputs bound, and keep what `read` finds in its output; results as of the method above."""
         output, weights = attend(dropout=0.0)
         with full_precision(output):
-            flash_positions = self.position_ids if "flash" in (module.config.bft_implementation or "") else None
-            visibility = Visibility(attention_mask, query, key, flash_positions)
-            self.output = self.read(output, query, key, visibility, scaling, head_dim)
+            self.output = self.read(output, query, key, *reading)
         if not dropout:
             return self.output.estimate, weights
         # Dropout acts on what enters the residual, never on the statistics: dropped weights could make RSS negative.
         output, weights = attend(dropout=dropout)
-        return output[..., :head_dim], weights
+        return output[..., : self.output.estimate.shape[-1]], weights
 
     def read(
         self,
@@ -263,9 +269,8 @@ class SoftcappedCall(KrigingCall):
             NotImplementedError: the attention function is a kernel that takes no such mask.
         """
         implementation = module.config.bft_implementation
-        if (
-            softcap is None or implementation == "sdpa"
-        ):  # which caps nothing, and in newer transformers says so and stops
+        # sdpa caps nothing, and in newer transformers says so and stops.
+        if softcap is None or implementation == "sdpa":
             options = {**kwargs, "scaling": scaling, "dropout": dropout, "softcap": softcap}
             return super().attend(function, module, query, key, value, attention_mask, **options)
         # A function of somebody's own can say so by an attribute.
@@ -280,18 +285,12 @@ class SoftcappedCall(KrigingCall):
         if attention_mask is not None:
             mask = (attention_mask[..., : key.shape[2]] + bias).clamp_min(torch.finfo(bias.dtype).min)
         unbiased = nn.functional.pad(query, (0, width - head_dim))
-        attend = functools.partial(
-            function, module, unbiased, key, value, mask, scaling=scaling, softcap=softcap, **kwargs
+        options = {**kwargs, "scaling": scaling, "softcap": softcap}
+        attend = functools.partial(function, module, unbiased, key, value, mask, **options)
+        visibility = Visibility(attention_mask, query, key)
+        return self._deliver(
+            attend, dropout, self.widen_query(query, scaling), key, visibility, scaling, head_dim, softcap
         )
-        output, weights = attend(dropout=0.0)
-        with full_precision(output):
-            visibility = Visibility(attention_mask, query, key)
-            biased = self.widen_query(query, scaling)
-            self.output = self.read(output, biased, key, visibility, scaling, head_dim, softcap)
-        if not dropout:
-            return self.output.estimate, weights
-        output, weights = attend(dropout=dropout)
-        return output[..., :head_dim], weights
 
 
 def widened(config: BFTConfig, head_dim: int) -> int:
