@@ -7,7 +7,10 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+CODE_OR_LINK = re.compile(
+    r"^(?P<fence>`{3,}).*?^(?P=fence)|(?P<tick>`+)[^`].*?(?P=tick)|(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)",
+    re.M | re.S,
+)
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|source|link(?![^>]*rel="?canonical))[^>]*?\s(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
 )
@@ -23,7 +26,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     docs = REPOSITORY / "docs"
 
     def plain(link: re.Match[str]) -> str:
-        text, target = link[1], link[2].partition("#")[0]
+        text, target = link["text"], (link["target"] or "").partition("#")[0]
         if not target or "://" in target:
             return link[0]
         folder = docs if source.parent == REPOSITORY else source.parent
@@ -32,7 +35,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             raise PluginError(f"{source} links to {target}, which is not there")
         return link[0] if file.is_file() and file.is_relative_to(docs) else text
 
-    return LINK.sub(plain, markdown)
+    return CODE_OR_LINK.sub(plain, markdown)
 
 
 def on_post_build(config: Any, **_: Any) -> None:
