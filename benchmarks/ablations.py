@@ -106,7 +106,7 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.mul_(output_scale)
     if patched:
-        bft_hf.patch(model, BFTConfig(**settings))
+        bft_hf.patch(model, BFTConfig.unit(**settings))
     groups = bft_hf.param_groups(model, rate, bft_learning_rate=bft_rate, weight_decay=0.1)
     optimizer = torch.optim.AdamW(groups, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(

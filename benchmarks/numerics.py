@@ -67,9 +67,9 @@ def run(model: Any, ids: Tensor, config: BFTConfig) -> tuple[dict[str, list[Tens
 def dtype_errors(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """By layer: median and 99th percentile of |K - K of float64|, and the mean relative error of lam and n."""
     original = model.dtype
-    reference, reference_scores = run(model.double(), ids, BFTConfig())
+    reference, reference_scores = run(model.double(), ids, BFTConfig.unit())
     results = {
-        dtype: run(model.to(dtype), ids, BFTConfig()) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        dtype: run(model.to(dtype), ids, BFTConfig.unit()) for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
     model.to(original)
     rows: list[dict[str, Any]] = []
@@ -95,13 +95,13 @@ def probe_errors(model: Any, ids: Tensor) -> list[dict[str, Any]]:
 
     Heads beyond the model's are those of neighbouring layers taken together: what a wider layer would average.
     """
-    exact, exact_scores = run(model, ids, BFTConfig(effective_sample_size="exact"))
+    exact, exact_scores = run(model, ids, BFTConfig.unit(effective_sample_size="exact"))
     probe = ESTIMATORS["probe"]
     usual = probe.num_channels
     rows = []
     for probes in (1, 3, 7, 15, 31):
         probe.num_channels = probes
-        values, scores = run(model, ids, BFTConfig())
+        values, scores = run(model, ids, BFTConfig.unit())
         row: dict[str, Any] = {"probes m": probes}
         for heads in (1, 3, 9, 18, 36):
             errors = [
@@ -127,7 +127,7 @@ def gain_of_heads(exact: dict[str, list[Tensor]], sizes: list[Tensor], layer: in
 
 def gain_profile(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """Mean gain, effective sample size, Jacobian and precision by layer; gain by position in the text."""
-    values, _ = run(model, ids, BFTConfig(effective_sample_size="exact"))
+    values, _ = run(model, ids, BFTConfig.unit(effective_sample_size="exact"))
     rows = []
     for layer in range(len(values["gain"])):
         gain = values["gain"][layer][0]
@@ -146,7 +146,7 @@ def gain_profile(model: Any, ids: Tensor) -> list[dict[str, Any]]:
 
 def gain_by_sample_size(model: Any, ids: Tensor) -> list[dict[str, Any]]:
     """Mean K of all layers and tokens by 1 / mean over heads of 1/n, the effective sample size that a layer's K sees."""
-    values, _ = run(model, ids, BFTConfig(effective_sample_size="exact"))
+    values, _ = run(model, ids, BFTConfig.unit(effective_sample_size="exact"))
     gain = torch.cat([layer.flatten() for layer in values["gain"]])
     size = torch.cat([1 / (1 / layer).mean(1).flatten() for layer in values["effective_sample_size"]])
     edges = [1, 1.25, 1.5, 2, 3, 5, 10, 20, 50, 100, float("inf")]

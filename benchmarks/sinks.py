@@ -97,7 +97,7 @@ def run(arm: str, seed: int) -> dict[str, Any]:
     if "gate" in settings:
         add_gates(model, settings["gate"])
     if "filter" in settings:
-        bft_hf.patch(model, BFTConfig(**settings["filter"]))
+        bft_hf.patch(model, BFTConfig.unit(**settings["filter"]))
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, LEARNING_RATE, weight_decay=0.1), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))

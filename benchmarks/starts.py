@@ -104,7 +104,7 @@ def main() -> int:
     note("plain", "")
     for name, settings in STARTS.items():
         for calibrated in ("", "all tokens", "answers"):
-            bft_hf.patch(bench.model, BFTConfig(**settings))
+            bft_hf.patch(bench.model, BFTConfig.unit(**settings))
             if calibrated:
                 bft_hf.calibrate(bench.model, bench.batches(calibrated == "answers"))
             note(name, calibrated)

@@ -45,7 +45,7 @@ def calibrate(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> tuple[f
     """Scale the gain of every patched layer to a mean of 1, so that the pretrained function is kept on average.
 
     The unit start multiplies each attention update by K < 1, which costs a pretrained model a part of what it knows; the
-    identity start keeps it, but there the gain hardly moves. Calibrated, the update is (K / mean K) W_O a: the same as K
+    default start keeps it nearly, but there the gain hardly moves. Calibrated, the update is (K / mean K) W_O a: the same as K
     with W_O / mean K as the output projection, and the gain keeps its full sensitivity. W_O itself stays as it is, so
     `unpatch` remains exact. The scales stand in the model's BFTConfig (`gain_scale`) and are saved with it.
 

@@ -38,8 +38,9 @@ def _switch(default: bool, help: str) -> Any:
 class BFTConfig:
     """How `bft_hf.patch` turns decoder layers into filter steps.
 
-    The defaults are the unit start: every token begins with precision 1 and every layer adds process noise 1, in units of
-    the layer's own signal power. `BFTConfig.identity()` is the start that keeps the pretrained function.
+    The defaults start near the pretrained function: process noise 100 in every layer, in units of the layer's own signal
+    power, keeps precisions near .01 and gains near 1, and training moves both from there. `BFTConfig.unit()` starts the
+    filter at full strength, for models that begin from random weights; `BFTConfig.identity()` keeps the pretrained function.
 
     Raises:
         ValueError: a field has a value that is not allowed; the message names field, value and what is allowed.
@@ -55,8 +56,8 @@ class BFTConfig:
         "mlp",
         help="Where a token's first precision comes from: one learned scalar, one a vocabulary item, or an MLP.",
     )
-    initial_precision_value: float = _positive(1.0, "Start value of the initial precision tau.")
-    initial_process_noise: float = _positive(1.0, "Start value of the process noise Q of every layer.")
+    initial_precision_value: float = _positive(0.01, "Start value of the initial precision tau.")
+    initial_process_noise: float = _positive(100.0, "Start value of the process noise Q of every layer.")
     prior_degrees_of_freedom: float = _positive(1.0, "nu0: how many observations the variance prior is worth.")
     prior_scale: str = _choice(
         "unit", "unit", "neighbours", help="s0^2 of the variance prior: 1, or the neighbours' own variance."
@@ -115,6 +116,17 @@ class BFTConfig:
                 object.__setattr__(self, spec.name, tuple(map(float, value)))
         elif not isinstance(value, bool):
             _refuse(spec.name, value, "True or False")
+
+    @classmethod
+    def unit(cls, **overrides: Any) -> BFTConfig:
+        """The start with tau 1 and Q 1: precision 1 is as uncertain as the signal is strong, and the gain varies at once.
+
+        It is not the pretrained function: use it where there is none, or to see the filter at work without training.
+
+        Args:
+            **overrides: further fields.
+        """
+        return cls(**{"initial_precision_value": 1.0, "initial_process_noise": 1.0, **overrides})
 
     @classmethod
     def identity(cls, **overrides: Any) -> BFTConfig:

@@ -37,7 +37,7 @@ def patch(model: Model, config: BFTConfig | None = None) -> Model:
 
     Args:
         model: a model of a supported family: bare, with any head, or within PEFT or another wrapper.
-        config: settings, by default `BFTConfig()`, and for the recommenders of bft_hf.rec their own.
+        config: settings, by default `BFTConfig()`, near the pretrained function, and for the recommenders of bft_hf.rec their own.
 
     Returns:
         The same object.

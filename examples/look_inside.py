@@ -19,7 +19,8 @@ model, tokenizer = load_model_and_tokenizer(arguments.model)
 text = Path(arguments.data).read_text(encoding="utf-8") if arguments.data else TEXT
 tokens = tokenizer(text, return_tensors="pt", truncation=True, max_length=512)
 
-with bft_hf.patched(model), bft_hf.record(model) as trace, torch.no_grad():
+# The unit start: untrained, the default would show gains close to 1.
+with bft_hf.patched(model, bft_hf.BFTConfig.unit()), bft_hf.record(model) as trace, torch.no_grad():
     model(**tokens)
 
 gain = torch.stack(trace.gain)[:, 0]  # (layer, token)

@@ -203,9 +203,13 @@ class SFTArguments:
     )
     process_noise: float | None = field(
         default=None,
-        metadata={"help": "Start value of every layer's Q: 1 is the unit start, about 100 is near the plain model."},
+        metadata={
+            "help": "Start value of every layer's Q. Default 100, near the pretrained model; with 1 the filter works at once."
+        },
     )
-    initial_precision: float | None = field(default=None, metadata={"help": "Start value of tau."})
+    initial_precision: float | None = field(
+        default=None, metadata={"help": "Start value of tau. Default 0.01, which goes with Q 100."}
+    )
     bft_config: str | None = field(
         default=None, metadata={"help": "A BFTConfig as a JSON file; the two flags above override it."}
     )

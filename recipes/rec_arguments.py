@@ -73,8 +73,8 @@ class RecArguments:
         None, "Further fields of the model's configuration: intermediate_size=256,hidden_act=gelu.", "model"
     )
 
-    process_noise: float | None = _flag(None, "Start value of every layer's Q.", "filter")
-    initial_precision: float | None = _flag(None, "Start value of tau.", "filter")
+    process_noise: float | None = _flag(None, "Start value of every layer's Q. Default 1.", "filter")
+    initial_precision: float | None = _flag(None, "Start value of tau. Default 1.", "filter")
     bft_config: str | None = _flag(
         None, "A BFTConfig as a JSON file, for what is not channel, table and exact.", "filter"
     )

@@ -242,8 +242,12 @@ def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, 
         )
 
 
-def bft_config(arguments: SFTArguments) -> "BFTConfig":
+def bft_config(arguments: SFTArguments, default: "BFTConfig | None" = None) -> "BFTConfig":
     """The BFTConfig that the flags ask for.
+
+    Args:
+        arguments: the flags.
+        default: What they change where they name no file; None is `BFTConfig()`.
 
     Raises:
         UsageError: A file that does not hold one, or values it refuses.
@@ -251,7 +255,7 @@ def bft_config(arguments: SFTArguments) -> "BFTConfig":
     from bft_hf import BFTConfig
 
     with as_usage_error("--bft_config: ", ValueError, TypeError, OSError):
-        config = BFTConfig()
+        config = default or BFTConfig()
         if arguments.bft_config is not None:
             config = BFTConfig.from_json_string(Path(arguments.bft_config).read_text(encoding="utf-8"))
         changes: dict[str, Any] = {

@@ -17,7 +17,7 @@ import bft_hf
 from bft_hf import BFTConfig
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(61))
-CONFIG = BFTConfig(initial_process_noise=2.0, layers=(0, 2))
+CONFIG = BFTConfig.unit(initial_process_noise=2.0, layers=(0, 2))
 
 
 def adapt(model: Any, **options: Any) -> Any:
@@ -90,14 +90,14 @@ def test_auto_class_with_a_base_that_is_plain_on_disk_complains(tiny_llama: Call
 
 def test_a_base_patched_otherwise_is_refused(adapter: tuple[Any, Path], tiny_llama: Callable[..., Any]) -> None:
     _, folder = adapter
-    other = bft_hf.patch(tiny_llama(), BFTConfig(layers=(0, 1)))
+    other = bft_hf.patch(tiny_llama(), BFTConfig.unit(layers=(0, 1)))
     with pytest.raises(ValueError, match="another configuration"):
         PeftModel.from_pretrained(other, folder)
     with pytest.raises(ValueError, match="unpatch"):
-        bft_hf.load_adapter(bft_hf.patch(tiny_llama()), folder)
+        bft_hf.load_adapter(bft_hf.patch(tiny_llama(), BFTConfig.unit()), folder)
     (folder / "bft_config.json").unlink()
     with pytest.raises(ValueError, match="no place"):
-        PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig(layers=(0,))), folder)
+        PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig.unit(layers=(0,))), folder)
     with pytest.raises(ValueError, match=r"no bft_config\.json"):
         bft_hf.load_adapter(tiny_llama(), folder)
 
@@ -115,7 +115,7 @@ def test_plain_adapters_are_saved_and_loaded_as_ever(tiny_llama: Callable[..., A
     model.save_pretrained(tmp_path)
     assert not (tmp_path / "bft_config.json").exists() and "bft" not in (tmp_path / "README.md").read_text()
     assert torch.equal(answer(PeftModel.from_pretrained(tiny_llama(), tmp_path)), answer(model))
-    on_patched = PeftModel.from_pretrained(bft_hf.patch(tiny_llama()), tmp_path)
+    on_patched = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path)
     assert bft_hf.is_patched(on_patched) and answer(on_patched).isfinite().all()
 
 

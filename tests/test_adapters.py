@@ -21,7 +21,7 @@ IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(61))
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 # Absolute units read W_O as well as the FFN's weights.
-CONFIG = BFTConfig(observation_units="absolute", initial_process_noise=0.5)
+CONFIG = BFTConfig.unit(observation_units="absolute", initial_process_noise=0.5)
 
 
 def adapt(model: Any, seed: int = 0, **options: Any) -> Any:
@@ -118,7 +118,11 @@ def test_lora_before_patch_is_lora_after_patch(targets: Any, tiny_llama: Callabl
 
 
 def test_all_linear_wraps_nothing_of_ours(tiny_llama: Callable[..., Any]) -> None:
-    for config in (BFTConfig(), BFTConfig(initial_precision="mlp"), BFTConfig(initial_precision="table")):
+    for config in (
+        BFTConfig.unit(),
+        BFTConfig.unit(initial_precision="mlp"),
+        BFTConfig.unit(initial_precision="table"),
+    ):
         base = bft_hf.patch(tiny_llama(), config)
         names = {f"base_model.model.{name}" for name in bft_hf.bft_parameters(base)}
         model = adapt(base, modules_to_save=None)
@@ -130,19 +134,21 @@ def test_all_linear_wraps_nothing_of_ours(tiny_llama: Callable[..., Any]) -> Non
 def test_patch_finds_the_decoder_under_peft_and_never_skips_it(tiny_llama: Callable[..., Any]) -> None:
     """transformers #34016: a patch that looked at the outer class did nothing on a PeftModel."""
     model = adapt(tiny_llama(), modules_to_save=None)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     assert sum(isinstance(module, BFTState) for module in model.modules()) == 3
     assert len(run(model)[1]) == 3
 
 
 def test_modules_to_save_of_others_stay_theirs(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
-    model = adapt(bft_hf.patch(tiny_llama()), target_modules=ATTENTION, modules_to_save=["lm_head", "bft"])
+    model = adapt(
+        bft_hf.patch(tiny_llama(), BFTConfig.unit()), target_modules=ATTENTION, modules_to_save=["lm_head", "bft"]
+    )
     with torch.no_grad():
         model.get_submodule("base_model.model.lm_head.modules_to_save.default").weight.mul_(2)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "adapter_model.safetensors")
     assert sum(".bft." in name for name in stored) == 3 and sum("lm_head" in name for name in stored) == 1
-    again = PeftModel.from_pretrained(bft_hf.patch(tiny_llama()), tmp_path)
+    again = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path)
     assert torch.equal(run(again)[0], run(model)[0])
     assert_close(run(dense(model)), run(model))
 
@@ -164,7 +170,7 @@ def test_modules_to_save_may_hold_an_mlp(tiny_llama: Callable[..., Any], tmp_pat
 
 
 def test_two_adapters_come_back_each_with_its_own_tau_and_q(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
-    bft_hf.patch(tiny_llama()).save_pretrained(tmp_path / "base")
+    bft_hf.patch(tiny_llama(), BFTConfig.unit()).save_pretrained(tmp_path / "base")
     model = adapt(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
     model.add_adapter("second", lora_config(target_modules=MLP))
     answers = {}
@@ -184,7 +190,7 @@ def test_two_adapters_come_back_each_with_its_own_tau_and_q(tiny_llama: Callable
 
 def test_weighted_mixtures_of_adapters_are_refused_by_peft_itself(tiny_llama: Callable[..., Any]) -> None:
     """Of two taus there is no obvious mixture; PEFT says so for all modules_to_save."""
-    model = adapt(bft_hf.patch(tiny_llama()))
+    model = adapt(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     model.add_adapter("second", lora_config())
     with pytest.raises(ValueError, match="modules_to_save"):
         model.add_weighted_adapter(["default", "second"], [0.5, 0.5], "mixed", combination_type="linear")
@@ -272,6 +278,6 @@ def test_quantised_model_saved_whole_is_refused_and_its_adapter_comes_back(
 
 def test_quantising_a_patched_checkpoint_as_it_loads_is_refused(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     """Load the plain base quantised and patch that, or the patched checkpoint as it is: docs/serving.md."""
-    bft_hf.patch(tiny_llama(**SIZES)).save_pretrained(tmp_path)
+    bft_hf.patch(tiny_llama(**SIZES), BFTConfig.unit()).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="BFTCheckpointConfig"):
         load_quantised(tmp_path, 8)

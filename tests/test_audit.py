@@ -206,7 +206,7 @@ def folder(tmp_path_factory) -> Path:
     for name in ("patched", "plain"):
         model = make_tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512)
         if name == "patched":
-            bft_hf.patch(model)
+            bft_hf.patch(model, bft_hf.BFTConfig.unit())
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     words = ["sea", "the river", "Rhine &amp;", EVIL, "=1+1", "line\nbreak"]
@@ -355,7 +355,7 @@ def test_a_plain_model_and_an_adapter_are_audited(folder):
     assert run(folder, model="plain", out="plain-out") == 0
     plain = pandas.read_parquet(folder / "plain-out" / "tokens.parquet")
     assert "precision" not in plain
-    base = bft_hf.patch(AutoModelForCausalLM.from_pretrained(folder / "plain"))
+    base = bft_hf.patch(AutoModelForCausalLM.from_pretrained(folder / "plain"), bft_hf.BFTConfig.unit())
     config = peft.LoraConfig(
         target_modules=["v_proj"], task_type="CAUSAL_LM", init_lora_weights=False, modules_to_save=["bft"]
     )

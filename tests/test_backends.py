@@ -30,11 +30,11 @@ from bft_hf.filter import probe_signs
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(3))
 
 CONFIGS = {
-    "default": BFTConfig(),
-    "exact": BFTConfig(effective_sample_size="exact"),
-    "channel": BFTConfig(granularity="channel"),
-    "neighbours": BFTConfig(prior_scale="neighbours", observation_units="absolute"),
-    "no kriging": BFTConfig(kriging=False),
+    "unit": BFTConfig.unit(),
+    "exact": BFTConfig.unit(effective_sample_size="exact"),
+    "channel": BFTConfig.unit(granularity="channel"),
+    "neighbours": BFTConfig.unit(prior_scale="neighbours", observation_units="absolute"),
+    "no kriging": BFTConfig.unit(kriging=False),
 }
 FIELDS = ("precision", "observation_precision", "gain", "updated_precision", "jacobian", "effective_sample_size")
 
@@ -134,7 +134,7 @@ def assert_same(ours: Any, theirs: Any, kept: torch.Tensor, tolerance: float = 1
 
 @pytest.mark.parametrize(
     ("name", "side"),
-    [("default", "none"), ("default", "right"), ("exact", "right"), *((name, "left") for name in CONFIGS)],
+    [("unit", "none"), ("unit", "right"), ("exact", "right"), *((name, "left") for name in CONFIGS)],
 )
 @pytest.mark.parametrize("backend", ["sdpa", "flex_attention", "flash_attention_2"])
 def test_backends_agree_with_eager(
@@ -149,7 +149,7 @@ def test_backends_agree_with_eager(
 
 
 @pytest.mark.parametrize("backend", ["eager", "sdpa", "flex_attention", "flash_attention_2"])
-@pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["exact"]], ids=["default", "exact"])
+@pytest.mark.parametrize("config", [CONFIGS["unit"], CONFIGS["exact"]], ids=["unit", "exact"])
 def test_padded_rows_see_nothing_on_every_backend(
     config: BFTConfig, backend: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
 ) -> None:
@@ -174,7 +174,7 @@ def test_gradients_agree_with_eager(
     gradients = []
     for name in ("eager", backend):
         model = tiny_llama(attn_implementation="eager")
-        on(name, moved(bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size))))
+        on(name, moved(bft_hf.patch(model, BFTConfig.unit(effective_sample_size=sample_size))))
         inputs = tiny_batch()
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
         model(**inputs, labels=labels, use_cache=False).loss.backward()
@@ -192,7 +192,7 @@ def test_token_reliability_agrees_with_eager(
     sample_size: str, backend: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
 ) -> None:
     model = tiny_llama(attn_implementation="eager")
-    moved(bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size)))
+    moved(bft_hf.patch(model, BFTConfig.unit(effective_sample_size=sample_size)))
     inputs = tiny_batch()
     kept = inputs["attention_mask"].bool()
     rho = torch.ones(3, 7)
@@ -217,7 +217,7 @@ def test_chunks_and_steps_on_a_cache_agree_with_one_pass(
             "a plain model disagrees with itself there: its mask reads a length that the cache has changed by then"
         )
     model = tiny_llama(attn_implementation="eager")
-    moved(bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size)))
+    moved(bft_hf.patch(model, BFTConfig.unit(effective_sample_size=sample_size)))
     inputs = tiny_batch()
     kept = inputs["attention_mask"].bool()
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
@@ -245,7 +245,7 @@ def test_left_padded_generation_agrees_with_passes_without_a_cache(
     backend: str, flex: None, flash: None, tiny_llama: Callable[..., Any]
 ) -> None:
     """unsloth #3699, transformers #30378."""
-    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager")))
+    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager"), BFTConfig.unit()))
     expected = greedy_by_full_passes(model, tiny_batch(), 8)
     eight = settings(max_new_tokens=8, min_new_tokens=8)
     assert torch.equal(on(backend, model).generate(**tiny_batch(), generation_config=eight), expected)
@@ -262,7 +262,7 @@ def test_masks_of_ones_none_and_four_dimensions_agree(tiny_llama: Callable[..., 
         "infinite": torch.zeros(2, 1, tokens, tokens).masked_fill(~seen, -torch.inf),
     }
     for sample_size in ("probe", "exact"):
-        model = moved(bft_hf.patch(tiny_llama(), BFTConfig(effective_sample_size=sample_size)))
+        model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit(effective_sample_size=sample_size)))
         expected = run(model, {"input_ids": IDS})
         everything = torch.ones_like(IDS).bool()
         for backend in ("sdpa", "eager"):
@@ -273,7 +273,7 @@ def test_masks_of_ones_none_and_four_dimensions_agree(tiny_llama: Callable[..., 
 
 
 def test_flash_kernels_that_are_absent_are_refused_and_the_backend_stays(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.no_grad():
         before = model(IDS).logits
         with pytest.raises(ImportError, match=r"[Ff]lash"):
@@ -282,7 +282,7 @@ def test_flash_kernels_that_are_absent_are_refused_and_the_backend_stays(tiny_ll
 
 
 def test_unknown_backend_is_refused(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with pytest.raises(ValueError, match="attn_implementation"):
         model.set_attn_implementation("no_such_backend")
 
@@ -300,7 +300,7 @@ def test_a_backend_registered_by_the_user_is_called(
 
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "mine", mine)
     monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "mine", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
-    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager")))
+    model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager"), BFTConfig.unit()))
     expected = run(model, {"input_ids": IDS})
     model.set_attn_implementation("mine")
     with torch.no_grad():
@@ -312,7 +312,7 @@ def test_a_backend_registered_by_the_user_is_called(
 # What the model hands out
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), BFTConfig(layers=(1,))], ids=[*CONFIGS, "one layer"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), BFTConfig.unit(layers=(1,))], ids=[*CONFIGS, "one layer"])
 def test_attentions_are_the_oracles_kriging_weights(config: BFTConfig, tiny_llama: Callable[..., Any]) -> None:
     model = moved(bft_hf.patch(tiny_llama(attn_implementation="eager"), config))
     mask = torch.ones_like(IDS)
@@ -356,7 +356,7 @@ def test_outputs_have_the_plain_models_lengths_and_widths(
     shapes = []
     for patch in (False, True):
         if patch:
-            moved(bft_hf.patch(model))
+            moved(bft_hf.patch(model, BFTConfig.unit()))
         with torch.no_grad():
             output = model(IDS, attention_mask=torch.ones_like(IDS), **call)
         shapes.append(outline(output))
@@ -378,14 +378,14 @@ def outline(value: Any) -> Any:
 
 
 def test_last_hidden_state_is_the_last_of_the_hidden_states(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama(model_class=LlamaModel)))
+    model = moved(bft_hf.patch(tiny_llama(model_class=LlamaModel), BFTConfig.unit()))
     with torch.no_grad():
         output = model(IDS, output_hidden_states=True)
         assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
         assert torch.equal(output.hidden_states[0], model.get_input_embeddings()(IDS))
         state = {name: value.double() for name, value in model.state_dict().items()}
     state = {f"model.{name}": value for name, value in state.items()}
-    reference = reference_llama(state, model.config, settings_of(BFTConfig()), input_ids=IDS, signs=probe_signs)
+    reference = reference_llama(state, model.config, settings_of(BFTConfig.unit()), input_ids=IDS, signs=probe_signs)
     for ours, theirs in zip(output.hidden_states, reference.hidden_states, strict=True):
         assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
 
@@ -402,5 +402,5 @@ def test_outputs_of_generate_have_the_plain_models_shapes(tiny_llama: Callable[.
         output_logits=True,
     )
     plain = outline(model.generate(**tiny_batch(), generation_config=asked))
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     assert outline(model.generate(**tiny_batch(), generation_config=asked)) == plain

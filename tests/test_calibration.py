@@ -21,7 +21,7 @@ def scaled_gains(model: torch.nn.Module, batch: dict[str, torch.Tensor], kept: t
 @pytest.mark.parametrize("granularity", ["token", "channel"])
 @pytest.mark.parametrize("layers", [None, (1, 2)])
 def test_every_layers_mean_gain_becomes_one_on_the_batch_it_was_measured_on(granularity, layers):
-    model = bft_hf.patch(make_tiny_llama(), BFTConfig(granularity=granularity, layers=layers))
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit(granularity=granularity, layers=layers))
     with torch.no_grad(), bft_hf.record(model) as trace:
         model(IDS)
     assert max(float(gain.mean()) for gain in trace.gain) < 0.95
@@ -33,19 +33,19 @@ def test_every_layers_mean_gain_becomes_one_on_the_batch_it_was_measured_on(gran
 
 
 def test_the_scaled_model_is_one_with_a_scaled_output_projection():
-    model = bft_hf.patch(make_tiny_llama(dtype=torch.float64))
+    model = bft_hf.patch(make_tiny_llama(dtype=torch.float64), BFTConfig.unit())
     scales = bft_hf.calibrate(model, [{"input_ids": IDS}])
     folded = make_tiny_llama(dtype=torch.float64)
     for layer, scale in zip(folded.model.layers, scales, strict=True):
         layer.self_attn.o_proj.weight.data.mul_(scale)
-    bft_hf.patch(folded)
+    bft_hf.patch(folded, BFTConfig.unit())
     torch.testing.assert_close(model(IDS).logits, folded(IDS).logits, rtol=1e-9, atol=1e-9)
 
 
 def test_padding_does_not_count():
     padded = torch.cat([torch.zeros(4, 9, dtype=torch.long), IDS], dim=1)
     mask = (torch.arange(padded.shape[1]) >= 9).long().expand(4, -1)
-    alone, beside = (bft_hf.patch(make_tiny_llama()) for _ in range(2))
+    alone, beside = (bft_hf.patch(make_tiny_llama(), BFTConfig.unit()) for _ in range(2))
     expected = bft_hf.calibrate(alone, [{"input_ids": IDS}])
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     found = bft_hf.calibrate(beside, [{"input_ids": padded, "attention_mask": mask, "position_ids": positions}])
@@ -53,7 +53,7 @@ def test_padding_does_not_count():
 
 
 def test_with_labels_the_tokens_that_predict_one_count():
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     labels = IDS.clone()
     labels[:, :20] = -100
     bft_hf.calibrate(model, [{"input_ids": IDS, "labels": labels}])
@@ -65,11 +65,14 @@ def test_with_labels_the_tokens_that_predict_one_count():
     everywhere = scaled_gains(model, {"input_ids": IDS}, torch.ones_like(kept))
     assert max(abs(mean - 1) for mean in everywhere) > 0.01
     with pytest.raises(ValueError, match="labels of -100 alone"):
-        bft_hf.calibrate(bft_hf.patch(make_tiny_llama()), [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}])
+        bft_hf.calibrate(
+            bft_hf.patch(make_tiny_llama(), BFTConfig.unit()),
+            [{"input_ids": IDS, "labels": torch.full_like(IDS, -100)}],
+        )
 
 
 def test_batches_are_averaged_and_modes_left_alone():
-    model = bft_hf.patch(make_tiny_llama()).train()
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit()).train()
     batches = ({"input_ids": ids[None]} for ids in IDS)
     bft_hf.calibrate(model, batches)
     assert all(module.training for module in model.modules())
@@ -81,7 +84,7 @@ def test_batches_are_averaged_and_modes_left_alone():
 def test_scales_come_back_from_disk_and_unpatch_is_exact(tmp_path):
     plain = make_tiny_llama()
     before = plain(IDS).logits
-    model = bft_hf.patch(plain)
+    model = bft_hf.patch(plain, BFTConfig.unit())
     unit = model(IDS).logits
     bft_hf.calibrate(model, [{"input_ids": IDS}])
     calibrated = model(IDS).logits
@@ -100,17 +103,17 @@ def test_what_cannot_be_calibrated_is_refused_and_left_as_it_was():
     with pytest.raises(ValueError, match="not patched"):
         bft_hf.calibrate(make_tiny_llama(), batch)
     with pytest.raises(ValueError, match="switched off"):
-        bft_hf.calibrate(bft_hf.patch(make_tiny_llama(), BFTConfig(gain=False)), batch)
-    model = bft_hf.patch(make_tiny_llama())
+        bft_hf.calibrate(bft_hf.patch(make_tiny_llama(), BFTConfig.unit(gain=False)), batch)
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     before = model(IDS).logits
     with pytest.raises(ValueError, match="no batch"):
         bft_hf.calibrate(model, [])
     with pytest.raises(IndexError):
         bft_hf.calibrate(model, [{"input_ids": IDS}, {"input_ids": torch.tensor([[1000]])}])
-    assert bft_hf.get_config(model) == BFTConfig()
+    assert bft_hf.get_config(model) == BFTConfig.unit()
     assert torch.equal(model(IDS).logits, before)
     bft_hf.calibrate(model, batch)
     with pytest.raises(ValueError, match="calibrated already"):
         bft_hf.calibrate(model, batch)
     with pytest.raises(ValueError, match="2 factors for 3 patched layers"):
-        bft_hf.patch(make_tiny_llama(), BFTConfig(gain_scale=(1.0, 1.0)))
+        bft_hf.patch(make_tiny_llama(), BFTConfig.unit(gain_scale=(1.0, 1.0)))

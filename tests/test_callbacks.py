@@ -63,7 +63,7 @@ def test_training_is_bit_equal_with_and_without_it(
 ) -> None:
     states, randoms, losses = [], [], []
     for callback in (False, True):
-        model = bft_hf.patch(tiny_llama(attention_dropout=0.1))
+        model = bft_hf.patch(tiny_llama(attention_dropout=0.1), BFTConfig.unit())
         trainer = make_trainer(model, tmp_path, callback=callback, logging_steps=1, seed=3, **options)
         trainer.train()
         states.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -75,7 +75,7 @@ def test_training_is_bit_equal_with_and_without_it(
 
 
 def test_numbers_are_those_of_record_on_the_same_batch(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(initial_process_noise=2.0))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_process_noise=2.0))
     batch = {key: torch.stack([row[key] for row in rows(padded=4)[:2]]) for key in rows()[0]}
     with bft_hf.record(model) as trace:
         model.train()(**batch)
@@ -98,7 +98,7 @@ def test_numbers_are_those_of_record_on_the_same_batch(tiny_llama: Callable[...,
 
 
 @pytest.mark.parametrize(
-    "config", [BFTConfig(granularity="channel"), BFTConfig(layers=(1,)), BFTConfig(propagate=False)]
+    "config", [BFTConfig.unit(granularity="channel"), BFTConfig.unit(layers=(1,)), BFTConfig.unit(propagate=False)]
 )
 def test_other_settings_have_the_layers_and_quantities_they_have(
     config: BFTConfig, tiny_llama: Callable[..., Any], tmp_path: Path
@@ -129,7 +129,7 @@ def test_other_settings_have_the_layers_and_quantities_they_have(
 def test_it_reports_at_the_trainers_logging_steps_only(
     options: dict[str, Any], steps: list[int], tiny_llama: Callable[..., Any], tmp_path: Path
 ) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     hooks = len(model.model._forward_pre_hooks)
     seen: list[int] = []
 
@@ -154,7 +154,7 @@ def test_it_reports_at_the_trainers_logging_steps_only(
 def test_accumulated_steps_are_averaged_over_all_their_tokens(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     """Batches of different widths, which record() alone would refuse."""
     data = [{key: value[5 * (i < 2) :] for key, value in row.items()} for i, row in enumerate(rows()[:4])]
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     gains = []
     for part in (data[:2], data[2:]):
         batch = {key: torch.stack([row[key] for row in part]) for key in part[0]}
@@ -185,7 +185,7 @@ def test_accumulated_steps_are_averaged_over_all_their_tokens(tiny_llama: Callab
 
 def test_tensorboard_receives_it(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    trainer = make_trainer(bft_hf.patch(tiny_llama()), tmp_path, report_to="tensorboard")
+    trainer = make_trainer(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path, report_to="tensorboard")
     trainer.train()
     (file,) = tmp_path.rglob("events.out.tfevents.*")
     events = accumulator.EventAccumulator(str(file.parent)).Reload()
@@ -207,7 +207,7 @@ def test_trackio_receives_it(tiny_llama: Callable[..., Any], tmp_path: Path, mon
         "finish": lambda *args, **kwargs: None,
     }.items():
         monkeypatch.setattr(trackio, name, replacement)
-    make_trainer(bft_hf.patch(tiny_llama()), tmp_path, report_to="trackio").train()
+    make_trainer(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path, report_to="trackio").train()
     ours = [values for values in logged if "train/bft/gain/layer_00" in values]
     assert len(ours) == 2 and {key.split("/")[2] for key in ours[0] if "/bft/" in key} == QUANTITIES
 
@@ -227,7 +227,7 @@ def test_any_integration_of_report_to_receives_it_and_the_progress_bar_does_not(
             received.append((state.global_step, dict(logs)))
 
     monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "wandb", Reporter)
-    make_trainer(bft_hf.patch(tiny_llama()), tmp_path, report_to=["wandb"]).train()
+    make_trainer(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path, report_to=["wandb"]).train()
     ours = [(step, logs) for step, logs in received if any(key.startswith("bft/") for key in logs)]
     assert [step for step, _ in ours] == [2, 4]
     assert all(isinstance(value, float) for _, logs in ours for value in logs.values())
@@ -238,7 +238,7 @@ def test_any_integration_of_report_to_receives_it_and_the_progress_bar_does_not(
 def test_adapters_and_their_q_are_followed(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
     lora = LoraConfig(r=2, target_modules="all-linear", modules_to_save=["bft"], task_type="CAUSAL_LM")
-    model = get_peft_model(bft_hf.patch(tiny_llama()), lora)
+    model = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora)
     trainer = make_trainer(model, tmp_path)
     trainer.train()
     last = reported(trainer)[-1]
@@ -256,7 +256,7 @@ def test_a_plain_model_is_left_alone(tiny_llama: Callable[..., Any], tmp_path: P
 
 
 def test_a_step_that_fails_leaves_the_next_training_clean(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     hooks = len(model.model._forward_pre_hooks)
     trainer = make_trainer(model, tmp_path, logging_steps=1)
     handle = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
@@ -287,7 +287,7 @@ def test_sft_trainer_reports_it(tiny_llama: Callable[..., Any], stories260k: Pat
         disable_tqdm=True,
     )
     trainer = SFTTrainer(
-        bft_hf.patch(tiny_llama(vocab_size=512)),
+        bft_hf.patch(tiny_llama(vocab_size=512), BFTConfig.unit()),
         args=arguments,
         train_dataset=Dataset.from_list([{"input_ids": row.tolist()} for row in IDS]),
         processing_class=AutoTokenizer.from_pretrained(stories260k),

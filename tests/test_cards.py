@@ -16,7 +16,7 @@ import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.cards import GENERATED, card_of, is_hub_id, model_card, write_missing_card
 
-CONFIG = BFTConfig(initial_process_noise=2.0, layers=(0, 2))
+CONFIG = BFTConfig.unit(initial_process_noise=2.0, layers=(0, 2))
 METRICS = {"exact match": 0.5, "F1": 0.625, "answer NLL": 1.25}
 
 
@@ -76,12 +76,12 @@ def test_text_tells_what_it_is_how_it_was_made_and_its_configuration(full: Model
 
 
 def test_what_is_unknown_is_left_out() -> None:
-    card = model_card(BFTConfig(), "a")
+    card = model_card(BFTConfig.unit(), "a")
     assert set(card.data.to_dict()) == {"tags", "library_name", "pipeline_tag"}
     assert re.findall(r"^## (.*)$", card.text, flags=re.M) == ["How to load", "BFT configuration"]
     assert "None" not in card.text.replace('"layers": null', "")
     with pytest.raises(ValueError, match="evaluated_on"):
-        model_card(BFTConfig(), "a", evaluation={"F1": 1.0})
+        model_card(BFTConfig.unit(), "a", evaluation={"F1": 1.0})
 
 
 def test_a_plain_baseline_is_not_tagged_as_ours() -> None:
@@ -96,7 +96,7 @@ def test_a_plain_baseline_is_not_tagged_as_ours() -> None:
 
 
 def test_a_number_that_is_none_does_not_spoil_the_metadata() -> None:
-    card = model_card(BFTConfig(), "a", evaluation={"F1": float("nan"), "NLL": 2.0}, evaluated_on="d")
+    card = model_card(BFTConfig.unit(), "a", evaluation={"F1": float("nan"), "NLL": 2.0}, evaluated_on="d")
     (result,) = card.data.to_dict()["model-index"][0]["results"]
     assert result["metrics"][0]["name"] == "NLL" and "| F1 | nan |" in card.text
 
@@ -105,7 +105,7 @@ def test_only_hub_ids_are_base_models(tmp_path: Path) -> None:
     (tmp_path / "owner").mkdir()
     for name, known in {"owner/model": True, "model": False, str(tmp_path): False, "a/b/c": False}.items():
         assert is_hub_id(name) == known
-        card = model_card(BFTConfig(), "a", base_model=name)
+        card = model_card(BFTConfig.unit(), "a", base_model=name)
         assert ("base_model" in card.data.to_dict()) == known
         assert str(tmp_path.parent) not in card.text  # a home folder is nobody's business
     assert not is_hub_id(None)

@@ -19,17 +19,17 @@ MASK[0, :4] = 0
 LABELS = IDS.masked_fill(MASK == 0, -100)
 
 CONFIGS = {
-    "default": BFTConfig(),
-    "exact": BFTConfig(effective_sample_size="exact"),
-    "neighbours": BFTConfig(prior_scale="neighbours"),
-    "differentiated": BFTConfig(differentiate_jacobian=True),
-    "no propagation": BFTConfig(propagate=False),
-    "some layers": BFTConfig(layers=(0, 2)),
-    "later layers": BFTConfig(layers=(1, 2)),
-    "channel": BFTConfig(granularity="channel"),
-    "table": BFTConfig(initial_precision="table"),
-    "mlp": BFTConfig(initial_precision="mlp"),
-    "key precision": BFTConfig(separate_key_precision=True),
+    "unit": BFTConfig.unit(),
+    "exact": BFTConfig.unit(effective_sample_size="exact"),
+    "neighbours": BFTConfig.unit(prior_scale="neighbours"),
+    "differentiated": BFTConfig.unit(differentiate_jacobian=True),
+    "no propagation": BFTConfig.unit(propagate=False),
+    "some layers": BFTConfig.unit(layers=(0, 2)),
+    "later layers": BFTConfig.unit(layers=(1, 2)),
+    "channel": BFTConfig.unit(granularity="channel"),
+    "table": BFTConfig.unit(initial_precision="table"),
+    "mlp": BFTConfig.unit(initial_precision="mlp"),
+    "key precision": BFTConfig.unit(separate_key_precision=True),
 }
 
 
@@ -100,11 +100,11 @@ def test_gradients_equal_those_without_checkpointing(
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_enabled_before_patch_also_works(use_reentrant: bool, tiny_llama: Callable[..., Any]) -> None:
-    expected = gradients(bft_hf.patch(tiny_llama()))
+    expected = gradients(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     model = tiny_llama()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     plain = gradients(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     runs = Runs(model)
     assert_same(gradients(model), expected)
     assert runs.count == 6
@@ -117,7 +117,7 @@ def test_checkpointing_enabled_before_patch_also_works(use_reentrant: bool, tiny
 
 
 def test_the_comparison_would_see_a_lost_precision_gradient(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     expected = gradients(model)
     write = bft_hf.stream.Stream.write
     with pytest.MonkeyPatch.context() as patcher:
@@ -133,7 +133,7 @@ def test_the_comparison_would_see_a_lost_precision_gradient(tiny_llama: Callable
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_dropout_is_replayed(use_reentrant: bool, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama(attention_dropout=0.3)))
+    model = moved(bft_hf.patch(tiny_llama(attention_dropout=0.3), BFTConfig.unit()))
     torch.manual_seed(0)
     expected = gradients(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -146,7 +146,7 @@ def test_dropout_is_replayed(use_reentrant: bool, tiny_llama: Callable[..., Any]
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_frozen_base_with_lora(use_reentrant: bool, tiny_llama: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     model = get_peft_model(
         model,
         LoraConfig(
@@ -174,7 +174,7 @@ def outside_checkpoint(model: Any, use_reentrant: bool) -> None:
 
 
 def test_foreign_reentrant_checkpointing_is_refused_and_names_the_remedy(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     outside_checkpoint(model, use_reentrant=True)
     with pytest.raises(RuntimeError, match="use_reentrant=False") as error:
         gradients(model)
@@ -182,7 +182,7 @@ def test_foreign_reentrant_checkpointing_is_refused_and_names_the_remedy(tiny_ll
 
 
 def test_foreign_checkpointing_without_reentrance_gives_the_same_gradients(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     expected = gradients(model)
     runs = Runs(model)
     outside_checkpoint(model, use_reentrant=False)
@@ -191,7 +191,7 @@ def test_foreign_checkpointing_without_reentrance_gives_the_same_gradients(tiny_
 
 
 def test_evaluation_under_no_grad_is_not_refused(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.no_grad():
         expected = model(IDS).logits
     outside_checkpoint(model, use_reentrant=True)
@@ -201,7 +201,7 @@ def test_evaluation_under_no_grad_is_not_refused(tiny_llama: Callable[..., Any])
 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_recomputation_is_not_recorded(use_reentrant: bool | None, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama())).train()
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit())).train()
     with bft_hf.record(model) as once, torch.no_grad():
         model(IDS, attention_mask=MASK)
     if use_reentrant is not None:
@@ -225,7 +225,7 @@ def test_recomputation_is_not_recorded(use_reentrant: bool | None, tiny_llama: C
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_generation_works_while_checkpointing_is_enabled(use_reentrant: bool, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     expected = model.generate(IDS, max_new_tokens=5, do_sample=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     assert torch.equal(model.generate(IDS, max_new_tokens=5, do_sample=False), expected)
@@ -234,7 +234,7 @@ def test_generation_works_while_checkpointing_is_enabled(use_reentrant: bool, ti
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_two_passes_before_one_backward(use_reentrant: bool, tiny_llama: Callable[..., Any]) -> None:
     """A reward model or a contrastive loss runs the model twice: each pass recomputes from its own precisions."""
-    model = moved(bft_hf.patch(tiny_llama())).train()
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit())).train()
 
     def run() -> dict[str, torch.Tensor]:
         model.zero_grad()
@@ -251,8 +251,8 @@ def test_two_passes_before_one_backward(use_reentrant: bool, tiny_llama: Callabl
 def test_without_checkpointing_a_layer_has_no_checkpointing_function_as_a_plain_one(
     tiny_llama: Callable[..., Any],
 ) -> None:
-    layer = bft_hf.patch(tiny_llama()).model.layers[0]
+    layer = bft_hf.patch(tiny_llama(), BFTConfig.unit()).model.layers[0]
     assert not hasattr(layer, "_gradient_checkpointing_func")
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     model.gradient_checkpointing_enable()
     assert callable(model.model.layers[0]._gradient_checkpointing_func)

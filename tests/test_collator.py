@@ -70,7 +70,7 @@ def test_padding_free_is_refused() -> None:
 
 def test_the_trainer_hands_the_column_to_the_model(tiny_llama: Any, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512))
+    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512), bft_hf.BFTConfig.unit())
     questions = Dataset.from_list([{**row, "reliability": [0.1]} for row in make_rows(4)])
     rows = tokenize_questions(questions, tokenizer, reliability=True)
     assert all(min(row) == 0.1 for row in rows["reliability"])
@@ -118,7 +118,7 @@ def with_distractors(count: int = 5) -> list[dict]:
 
 def test_answers_and_likelihoods_are_those_of_an_unpadded_pass_with_reliability(tiny_llama: Any) -> None:
     tokenizer = byte_tokenizer()
-    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512))
+    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512), bft_hf.BFTConfig.unit())
     rows = with_distractors()
     options: dict[str, Any] = {"batch_size": 3, "max_new_tokens": 4, "progress": False}
     told = evaluate_answers(model, tokenizer, rows, **options, reliability=True, record_uncertainty=True)
@@ -146,7 +146,7 @@ def test_answers_and_likelihoods_are_those_of_an_unpadded_pass_with_reliability(
 
 def test_uncertainty_stands_beside_answers_and_nowhere_else(tiny_llama: Any) -> None:
     tokenizer = byte_tokenizer()
-    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512))
+    model = bft_hf.patch(tiny_llama(vocab_size=len(tokenizer), max_position_embeddings=512), bft_hf.BFTConfig.unit())
     options: dict[str, Any] = {"max_new_tokens": 4, "progress": False, "generate_first": 2}
     plain = evaluate_answers(model, tokenizer, make_rows(3), **options).per_question
     sure = evaluate_answers(model, tokenizer, make_rows(3), **options, record_uncertainty=True).per_question

@@ -20,13 +20,13 @@ MASK[0, :4] = 0
 BATCH = {"input_ids": IDS, "attention_mask": MASK, "labels": IDS.masked_fill(MASK == 0, -100), "use_cache": False}
 
 CONFIGS = {
-    "default": BFTConfig(),
-    "channel, MLP": BFTConfig(granularity="channel", initial_precision="mlp"),
-    "exact, neighbours": BFTConfig(effective_sample_size="exact", prior_scale="neighbours"),
-    "absolute, key precision, table": BFTConfig(
+    "unit": BFTConfig.unit(),
+    "channel, MLP": BFTConfig.unit(granularity="channel", initial_precision="mlp"),
+    "exact, neighbours": BFTConfig.unit(effective_sample_size="exact", prior_scale="neighbours"),
+    "absolute, key precision, table": BFTConfig.unit(
         observation_units="absolute", separate_key_precision=True, initial_precision="table"
     ),
-    "Jacobian differentiated": BFTConfig(differentiate_jacobian=True),
+    "Jacobian differentiated": BFTConfig.unit(differentiate_jacobian=True),
 }
 
 
@@ -75,7 +75,7 @@ def test_one_graph_with_eagers_values(name: str) -> None:
     """fullgraph=True turns every graph break into an error; a second and third step compile nothing."""
     model = make(CONFIGS[name])
     counter = CompileCounterWithBackend(
-        "aot_eager" if name == "default" else "eager"
+        "aot_eager" if name == "unit" else "eager"
     )  # the first takes five times as long
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-3))
@@ -215,7 +215,7 @@ def test_trainer_with_torch_compile_follows_eager(tmp_path: Path) -> None:
 def test_unpatched_after_compiling_is_plain_again() -> None:
     model = make_tiny_llama()
     expected = logits(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     compiled = torch.compile(model, backend="eager")
     assert (logits(compiled) - expected).abs().max() > 1e-2
     bft_hf.unpatch(model)

@@ -70,8 +70,8 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert dataclasses.asdict(BFTConfig()) == {
         "granularity": "token",
         "initial_precision": "constant",
-        "initial_precision_value": 1.0,
-        "initial_process_noise": 1.0,
+        "initial_precision_value": 0.01,
+        "initial_process_noise": 100.0,
         "prior_degrees_of_freedom": 1.0,
         "prior_scale": "unit",
         "observation_units": "relative",
@@ -193,6 +193,12 @@ def test_identity_is_tau_1e_4_and_q_1e4() -> None:
     config = BFTConfig.identity()
     assert (config.initial_precision_value, config.initial_process_noise) == (1e-4, 1e4)
     assert config == BFTConfig(initial_precision_value=1e-4, initial_process_noise=1e4) != BFTConfig()
+
+
+def test_unit_is_the_start_at_full_strength() -> None:
+    config = BFTConfig.unit(kriging=False)
+    assert config == BFTConfig(initial_precision_value=1.0, initial_process_noise=1.0, kriging=False) != BFTConfig()
+    assert BFTConfig.unit(initial_process_noise=2.0).initial_process_noise == 2.0
 
 
 def test_identity_takes_other_fields_but_needs_the_unit_prior() -> None:

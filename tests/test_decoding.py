@@ -19,7 +19,7 @@ from bft_hf import BFTConfig
 @pytest.fixture
 def model() -> Any:
     """A tiny Llama, patched, tau and Q moved off their start values."""
-    return moved(bft_hf.patch(make_tiny_llama()))
+    return moved(bft_hf.patch(make_tiny_llama(), BFTConfig.unit()))
 
 
 def reliability_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -157,7 +157,7 @@ class Crops:
 
 HELPERS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "plain assistant": lambda model: {"assistant_model": assistant()},
-    "patched assistant": lambda model: {"assistant_model": moved(bft_hf.patch(assistant()))},
+    "patched assistant": lambda model: {"assistant_model": moved(bft_hf.patch(assistant(), BFTConfig.unit()))},
     "the unpatched model": lambda model: {"assistant_model": assistant(seed=0)},
     "prompt lookup": lambda model: {"prompt_lookup_num_tokens": 3},
     "early exit": lambda model: {"assistant_early_exit": 2},
@@ -242,7 +242,7 @@ def test_compiled_decoding_with_a_static_cache_changes_no_token_and_needs_no_mor
     """transformers #48141, #36484: a static cache under torch.compile, without a recompilation by layer or step."""
     model = make_tiny_llama(num_hidden_layers=2)
     plain = compiled_graphs(model, "eager")
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     assert 0 < compiled_graphs(model, "eager") <= plain
     assert 0 < compiled_graphs(model, "aot_eager") <= plain
 
@@ -252,7 +252,7 @@ def test_static_cache_of_an_earlier_generate_is_not_taken_over() -> None:
     model = make_tiny_llama()
     static = settings(cache_implementation="static", max_new_tokens=4, min_new_tokens=4)
     plain = model.generate(**tiny_batch(), generation_config=static)
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     expected = greedy_by_full_passes(model, tiny_batch(), 4)
     assert torch.equal(model.generate(**tiny_batch(), generation_config=static), expected)
     bft_hf.unpatch(model)
@@ -262,7 +262,7 @@ def test_static_cache_of_an_earlier_generate_is_not_taken_over() -> None:
 @pytest.mark.parametrize("sample_size", ["probe", "exact"])
 def test_static_cache_holds_nothing_over_after_reset(sample_size: str) -> None:
     """transformers #48141: the room beyond the tokens seen so far, and what an earlier text left there, is not evidence."""
-    model = moved(bft_hf.patch(make_tiny_llama(), BFTConfig(effective_sample_size=sample_size)))
+    model = moved(bft_hf.patch(make_tiny_llama(), BFTConfig.unit(effective_sample_size=sample_size)))
     cache = StaticCache(config=model.config, max_cache_len=32)
     other = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(4))
     ids = torch.randint(3, 128, (3, 8), generator=torch.Generator().manual_seed(5))
@@ -326,7 +326,7 @@ def test_offloaded_caches_do_what_they_do_for_a_plain_model(cache: str) -> None:
         plain.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache))
     except Exception as error:
         pytest.skip(f"transformers' {cache} cache does not run here: {error}")
-    model = moved(bft_hf.patch(plain))
+    model = moved(bft_hf.patch(plain, BFTConfig.unit()))
     expected = greedy_by_full_passes(model, tiny_batch(), 16)
     assert torch.equal(model.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache)), expected)
 
@@ -343,7 +343,7 @@ def float8_cache(model: Any) -> Any:
 def test_float8_cache_is_about_as_near_as_for_a_plain_model(hidden: bool) -> None:
     model = make_tiny_llama()
     plain = distance_with(float8_cache(model), model, {"attention_mask": MASK_OF_HIDDEN.long()} if hidden else {})
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     ours = distance_with(float8_cache(model), model, {"token_reliability": MASK_OF_HIDDEN} if hidden else {})
     assert 0 < ours < 2 * plain, (ours, plain)
 
@@ -394,7 +394,7 @@ MASK_OF_HIDDEN[:, 2:5] = 0
 def test_integer_quantized_cache_is_about_as_near_as_for_a_plain_model(bits: int, granularity: str) -> None:
     model = make_tiny_llama()
     plain = distance_with(Cache(layers=[IntegerLayer(bits) for _ in range(3)]), model, {})
-    moved(bft_hf.patch(model, BFTConfig(granularity=granularity)))
+    moved(bft_hf.patch(model, BFTConfig.unit(granularity=granularity)))
     ours = distance_with(Cache(layers=[IntegerLayer(bits) for _ in range(3)]), model, {})
     assert 0 < ours < 2 * plain, (ours, plain)
 
@@ -405,7 +405,7 @@ def test_hidden_keys_in_an_integer_quantized_cache_are_refused_and_its_remedy_wo
     plain = distance_with(
         Cache(layers=[IntegerLayer(bits) for _ in range(3)]), model, {"attention_mask": MASK_OF_HIDDEN.long()}
     )
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     cache = Cache(layers=[IntegerLayer(bits) for _ in range(3)])
     with pytest.raises(ValueError, match=r"quantized cache.*attention_mask"):
         distance_with(cache, model, {"token_reliability": MASK_OF_HIDDEN})
@@ -493,7 +493,7 @@ def test_generate_from_embeddings_is_generate_from_ids(
 
 
 def test_embeddings_without_ids_are_refused_by_a_table(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(initial_precision="table"))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_precision="table"))
     embeddings = model.get_input_embeddings()(tiny_batch()["input_ids"]).detach()
     with pytest.raises(ValueError, match="pass input_ids"):
         model.generate(inputs_embeds=embeddings, generation_config=settings())
@@ -513,7 +513,7 @@ def test_reliability_of_a_batch_is_that_of_its_rows(model: Any) -> None:
 @pytest.mark.parametrize("granularity", ["token", "channel"])
 def test_one_row_of_positions_serves_a_batch(granularity: str) -> None:
     """lightning-pose #448: position_ids of (1, token) and of (batch, token) are the same, in every row."""
-    model = moved(bft_hf.patch(make_tiny_llama(), BFTConfig(granularity=granularity)))
+    model = moved(bft_hf.patch(make_tiny_llama(), BFTConfig.unit(granularity=granularity)))
     ids = torch.randint(3, 128, (3, 9), generator=torch.Generator().manual_seed(9))
     positions = torch.arange(4, 13)[None]
     with torch.no_grad():

@@ -44,17 +44,17 @@ def spread(model: Any, mode: FakeTensorMode) -> Any:
 
 CONFIGS = {
     "plain": None,
-    "defaults": BFTConfig(),
-    "channel, table, exact, absolute": BFTConfig(
+    "unit": BFTConfig.unit(),
+    "channel, table, exact, absolute": BFTConfig.unit(
         granularity="channel",
         initial_precision="table",
         effective_sample_size="exact",
         observation_units="absolute",
     ),
-    "neighbours, key precision, MLP": BFTConfig(
+    "neighbours, key precision, MLP": BFTConfig.unit(
         prior_scale="neighbours", separate_key_precision=True, initial_precision="mlp"
     ),
-    "layers": BFTConfig(layers=(1, 2)),
+    "layers": BFTConfig.unit(layers=(1, 2)),
 }
 
 

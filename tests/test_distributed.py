@@ -177,10 +177,10 @@ def test_sharded_layers_are_refused_by_patch_and_kept_by_unpatch(
     model = tiny_llama()
     fully_shard(model.model.layers[1], mesh=one_process)
     with pytest.raises(ValueError, match="FSDPLlamaDecoderLayer"):
-        bft_hf.patch(model)
+        bft_hf.patch(model, bft_hf.BFTConfig.unit())
     assert not bft_hf.is_patched(model)
 
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     fully_shard(model.model.layers[1], mesh=one_process)
     try:
         bft_hf.unpatch(model)
@@ -247,7 +247,7 @@ def test_fsdp_finds_the_patched_layers_by_the_class_name(
         clean_environment.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2
-    for model in (tiny_llama(), bft_hf.patch(tiny_llama())):
+    for model in (tiny_llama(), bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())):
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
         wrapped = [name for name, module in model.named_modules() if policy(module)]
         assert wrapped == ["model.layers.0", "model.layers.1", "model.layers.2"]
@@ -295,7 +295,7 @@ def test_refusal_of_reentrant_checkpointing_names_every_way_out(tiny_llama: Call
     """TRL forces use_reentrant=True under PEFT and ZeRO-3: the way out is another engine, or none of it."""
     from test_checkpointing import gradients, outside_checkpoint
 
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     outside_checkpoint(model, use_reentrant=True)
     with pytest.raises(RuntimeError, match="reentrant") as error:
         gradients(model)
@@ -305,7 +305,7 @@ def test_refusal_of_reentrant_checkpointing_names_every_way_out(tiny_llama: Call
 
 def test_weights_that_zero3_has_put_away_are_refused_by_name(tiny_llama: Callable[..., Any]) -> None:
     """ZeRO-3 leaves an empty tensor outside the module's own forward, and the whole one's shape in `ds_shape`."""
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     ids = fsdp.IDS
     model(input_ids=ids)
 

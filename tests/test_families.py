@@ -136,7 +136,7 @@ def make_plain(
 
 def make_patched(family: str, config: BFTConfig | None = None, **options: Any) -> Any:
     """Patched, and with the filter's parameters off their start values."""
-    model = bft_hf.patch(make_plain(family, **options), config)
+    model = bft_hf.patch(make_plain(family, **options), config or BFTConfig.unit())
     for index, parameter in enumerate(bft_hf.bft_parameters(model).values()):
         parameter.data.add_(0.3 * index - 0.4)
     return model
@@ -167,14 +167,14 @@ def test_identity_start_is_the_plain_model_and_the_unit_start_is_not(family: str
         distance(logits(bft_hf.patch(make_plain(family), config)), expected)
         for config in (
             BFTConfig.identity(),
-            BFTConfig(initial_precision_value=1e-6, initial_process_noise=1e6),
+            BFTConfig.unit(initial_precision_value=1e-6, initial_process_noise=1e6),
         )
     )
-    unit = distance(logits(bft_hf.patch(make_plain(family))), expected)
+    unit = distance(logits(bft_hf.patch(make_plain(family), BFTConfig.unit())), expected)
     assert near < 1e-3
     assert nearer < near / 10
     assert unit > 20 * near
-    switched_off = BFTConfig(kriging=False, gain=False)
+    switched_off = BFTConfig.unit(kriging=False, gain=False)
     assert distance(logits(bft_hf.patch(make_plain(family), switched_off)), expected) < 1e-6
 
 
@@ -184,7 +184,7 @@ def test_unpatch_restores_exactly(family: str) -> None:
     before = logits(model)
     names, classes = list(model.state_dict()), [type(module) for module in model.modules()]
     attributes = [set(vars(module)) for module in model.modules()]
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     assert distance(logits(model), before) > 1e-3
     bft_hf.unpatch(model)
     assert torch.equal(logits(model), before)
@@ -238,12 +238,12 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 ORACLE_CONFIGS = {
-    "default": BFTConfig(),
-    "absolute, token": BFTConfig(observation_units="absolute", differentiate_jacobian=True),
-    "absolute, channel": BFTConfig(
+    "unit": BFTConfig.unit(),
+    "absolute, token": BFTConfig.unit(observation_units="absolute", differentiate_jacobian=True),
+    "absolute, channel": BFTConfig.unit(
         granularity="channel", observation_units="absolute", effective_sample_size="exact", differentiate_jacobian=True
     ),
-    "relative, channel": BFTConfig(granularity="channel", prior_scale="neighbours", separate_key_precision=True),
+    "relative, channel": BFTConfig.unit(granularity="channel", prior_scale="neighbours", separate_key_precision=True),
 }
 
 
@@ -266,7 +266,7 @@ def test_every_ffn_is_the_oracles_with_every_activation(
     family: str, activation: str, granularity: str, all_in_float64: Callable[[str], None]
 ) -> None:
     all_in_float64(family)
-    config = BFTConfig(granularity=granularity, differentiate_jacobian=True)
+    config = BFTConfig.unit(granularity=granularity, differentiate_jacobian=True)
     model = make_patched(family, config, hidden_act=activation, implementation="sdpa").double()
     hold_to_oracle(model, config)
     with bft_hf.record(model) as tracked:
@@ -336,7 +336,7 @@ def test_copies_and_pickles_are_patched_models_of_their_own(family: str) -> None
 def test_experts_show_the_same_jacobian_however_they_run(family: str, granularity: str) -> None:
     shown = {}
     for implementation in ("eager", "batched_mm", "grouped_mm"):
-        model = make_patched(family, BFTConfig(granularity=granularity), dtype=torch.float32)
+        model = make_patched(family, BFTConfig.unit(granularity=granularity), dtype=torch.float32)
         model.set_experts_implementation(implementation)
         with bft_hf.record(model) as trace:
             output = logits(model)
@@ -468,7 +468,7 @@ def test_a_left_padded_row_is_the_row_alone(family: str) -> None:
 
 @everywhere
 def test_saved_and_loaded_by_auto_classes(family: str, tmp_path: Path) -> None:
-    model = make_patched(family, BFTConfig(initial_precision_value=0.7), dtype=torch.float32)
+    model = make_patched(family, BFTConfig.unit(initial_precision_value=0.7), dtype=torch.float32)
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=model.config._attn_implementation)
     assert bft_hf.get_config(again) == bft_hf.get_config(model)
@@ -571,7 +571,7 @@ def test_in_a_vision_language_model_the_language_model_is_patched_and_saved(tmp_
     )
     model = AutoModelForImageTextToText.from_config(config).eval()
     expected = logits(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     assert distance(logits(model), expected) > 1e-3
     with pytest.raises(NotImplementedError, match="save the language model inside"):
         model.save_pretrained(tmp_path / "whole")
@@ -593,7 +593,7 @@ def test_parallel_residuals_are_refused_with_the_reason() -> None:
         with pytest.raises(
             ValueError, match="Model is not supported: its attention and FFN read the same state"
         ) as error:
-            bft_hf.patch(model)
+            bft_hf.patch(model, BFTConfig.unit())
         assert "\n" not in str(error.value)
 
 
@@ -602,7 +602,7 @@ def test_an_unknown_family_is_answered_with_the_two_lines_to_try() -> None:
     try:
         model = make_plain(REGISTERED)
         with pytest.raises(ValueError, match="ArceeForCausalLM holds no decoder of a supported family") as error:
-            bft_hf.patch(model)
+            bft_hf.patch(model, BFTConfig.unit())
         lines = str(error.value).splitlines()[1:]
         assert lines == [
             "    bft_hf.register_architecture('arcee', like='llama', gate_projection=None)",
@@ -617,11 +617,11 @@ def test_an_unknown_family_is_answered_with_the_two_lines_to_try() -> None:
 def test_what_an_unknown_family_lacks_is_named() -> None:
     nemotron = AutoModelForCausalLM.from_config(CONFIG_MAPPING["nemotron"](**COMMON))
     with pytest.raises(ValueError, match=r"register_architecture\('nemotron'.*has no 'mlp.gate_proj'"):
-        bft_hf.patch(nemotron)
+        bft_hf.patch(nemotron, BFTConfig.unit())
     try:
         bft_hf.register_architecture("nemotron", gate_projection=None)
         with pytest.raises(ValueError, match="layers.0 has a layer norm as 'input_layernorm'"):
-            bft_hf.patch(nemotron)
+            bft_hf.patch(nemotron, BFTConfig.unit())
     finally:
         ARCHITECTURES.pop("nemotron")
         architectures._registered.discard("nemotron")

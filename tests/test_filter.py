@@ -46,7 +46,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def config_of(granularity: str, units: str = "relative", prior: str = "unit", **more: Any) -> BFTConfig:
-    return BFTConfig(granularity=granularity, observation_units=units, prior_scale=prior, **more)
+    return BFTConfig.unit(granularity=granularity, observation_units=units, prior_scale=prior, **more)
 
 
 def settings_of(granularity: str, units: str = "relative", prior: str = "unit", **more: Any) -> Settings:

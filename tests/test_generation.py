@@ -21,7 +21,7 @@ def stories(stories260k: Path) -> tuple[Any, Any]:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(stories260k, dtype=torch.float32).eval()
-    return moved(bft_hf.patch(model)), tokenizer
+    return moved(bft_hf.patch(model, BFTConfig.unit())), tokenizer
 
 
 def moved(model: Any) -> Any:
@@ -73,7 +73,7 @@ def test_greedy_with_a_cache_equals_greedy_without(cache: str, backend: str, tin
     model = tiny_llama(attn_implementation=backend)
     inputs = tiny_batch()
     plain = model.generate(**inputs, generation_config=settings())
-    moved(bft_hf.patch(model))
+    moved(bft_hf.patch(model, BFTConfig.unit()))
     expected = greedy_by_full_passes(model, inputs, 16)
     assert torch.equal(model.generate(**inputs, generation_config=settings(cache_implementation=cache)), expected)
     assert torch.equal(model.generate(**inputs, generation_config=settings(use_cache=False)), expected)
@@ -82,7 +82,7 @@ def test_greedy_with_a_cache_equals_greedy_without(cache: str, backend: str, tin
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_batch_of_one_and_rows_of_a_padded_batch_agree(cache: str, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     inputs = tiny_batch()
     together = model.generate(**inputs, generation_config=settings(cache_implementation=cache))[:, 7:]
     for row, pads in enumerate((0, 2, 5)):
@@ -95,7 +95,7 @@ def test_batch_of_one_and_rows_of_a_padded_batch_agree(cache: str, tiny_llama: C
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_beams_with_a_cache_equal_beams_without(cache: str, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     fields: dict[str, Any] = {"num_beams": 3, "num_return_sequences": 3}
     without = model.generate(**tiny_batch(), generation_config=settings(use_cache=False, **fields))
     cached = model.generate(**tiny_batch(), generation_config=settings(cache_implementation=cache, **fields))
@@ -106,16 +106,16 @@ def test_beams_with_a_cache_equal_beams_without(cache: str, tiny_llama: Callable
 
 
 CONFIGS = {
-    "exact": BFTConfig(effective_sample_size="exact"),
-    "neighbours": BFTConfig(prior_scale="neighbours"),
-    "absolute": BFTConfig(observation_units="absolute"),
-    "no kriging": BFTConfig(kriging=False),
-    "no gain": BFTConfig(gain=False),
-    "some layers": BFTConfig(layers=(0, 2)),
-    "channel": BFTConfig(granularity="channel"),
-    "table": BFTConfig(initial_precision="table"),
-    "mlp": BFTConfig(initial_precision="mlp"),
-    "key precision": BFTConfig(separate_key_precision=True),
+    "exact": BFTConfig.unit(effective_sample_size="exact"),
+    "neighbours": BFTConfig.unit(prior_scale="neighbours"),
+    "absolute": BFTConfig.unit(observation_units="absolute"),
+    "no kriging": BFTConfig.unit(kriging=False),
+    "no gain": BFTConfig.unit(gain=False),
+    "some layers": BFTConfig.unit(layers=(0, 2)),
+    "channel": BFTConfig.unit(granularity="channel"),
+    "table": BFTConfig.unit(initial_precision="table"),
+    "mlp": BFTConfig.unit(initial_precision="mlp"),
+    "key precision": BFTConfig.unit(separate_key_precision=True),
 }
 
 
@@ -133,7 +133,7 @@ def test_every_setting_decodes_with_a_cache_as_without(name: str, tiny_llama: Ca
 
 
 def test_logits_by_steps_equal_those_of_one_pass(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     inputs = tiny_batch()
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_logits_by_steps_equal_those_of_one_pass(tiny_llama: Callable[..., Any])
 
 
 def test_cropped_cache_continues_like_a_fresh_one(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     ids = tiny_batch()["input_ids"][:1]
     other = torch.randint(3, 128, (1, 4), generator=torch.Generator().manual_seed(11))
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_cropped_cache_continues_like_a_fresh_one(tiny_llama: Callable[..., Any]
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_second_turn_on_the_same_cache(kind: str, tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     inputs = tiny_batch()
     if kind == "dynamic":
         cache = DynamicCache(config=model.config)
@@ -189,7 +189,7 @@ def test_second_turn_on_the_same_cache(kind: str, tiny_llama: Callable[..., Any]
 
 
 def test_prompt_lookup_rolls_the_cache_back_and_changes_no_token(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     ids = tiny_batch()["input_ids"][:1].repeat(1, 3)
     expected = greedy_by_full_passes(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 16)
     ours = model.generate(ids, generation_config=settings(prompt_lookup_num_tokens=3))
@@ -197,15 +197,15 @@ def test_prompt_lookup_rolls_the_cache_back_and_changes_no_token(tiny_llama: Cal
 
 
 def test_assisted_decoding_changes_no_token(tiny_llama: Callable[..., Any]) -> None:
-    model, assistant = moved(bft_hf.patch(tiny_llama())), tiny_llama(seed=1)
+    model, assistant = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit())), tiny_llama(seed=1)
     ids = tiny_batch()["input_ids"][:1]
     expected = greedy_by_full_passes(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 16)
-    for helper in (assistant, bft_hf.patch(assistant)):
+    for helper in (assistant, bft_hf.patch(assistant, BFTConfig.unit())):
         assert torch.equal(model.generate(ids, generation_config=settings(), assistant_model=helper), expected)
 
 
 def test_sampling_with_a_cache_equals_sampling_without(tiny_llama: Callable[..., Any]) -> None:
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     samples = []
     for use_cache in (True, False):
         torch.manual_seed(0)
@@ -217,12 +217,12 @@ def test_cache_of_a_plain_model_is_not_confused_with_ours(tiny_llama: Callable[.
     model = tiny_llama()
     inputs = tiny_batch()
     plain = model.generate(**inputs, generation_config=settings())
-    bft_hf.patch(model).generate(**inputs, generation_config=settings())
+    bft_hf.patch(model, BFTConfig.unit()).generate(**inputs, generation_config=settings())
     assert torch.equal(bft_hf.unpatch(model).generate(**inputs, generation_config=settings()), plain)
 
 
 def test_cache_holds_one_widened_key_and_value(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.no_grad():
         cache = DynamicCache(config=model.config)
         model(**tiny_batch(), **cache_argument(model, cache))

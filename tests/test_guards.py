@@ -46,7 +46,7 @@ def test_checks_are_up_in_every_order_of_imports_and_without_a_patch(
     order: str, tiny_llama: Callable[..., Any], tmp_path: Path
 ) -> None:
     tiny_llama().save_pretrained(tmp_path / "plain")
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     model.save_pretrained(tmp_path / "patched")
     get_peft_model(model, LoraConfig(target_modules="all-linear", modules_to_save=["bft"])).save_pretrained(
         tmp_path / "adapter"

@@ -27,7 +27,7 @@ import bft_hf
 from bft_hf import BFTConfig
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(31))
-CONFIG = BFTConfig(initial_process_noise=2.0, effective_sample_size="exact")
+CONFIG = BFTConfig.unit(initial_process_noise=2.0, effective_sample_size="exact")
 
 
 def trained(model: Any) -> Any:

@@ -32,7 +32,7 @@ def keep(model, name):
         logits = model(input_ids=torch.arange(3, 12)[None]).logits
     torch.save({"state": model.state_dict(), "logits": logits}, f"{sys.argv[3]}/{name}.pt")
 
-model = moved(bft_hf.patch(transformers.LlamaForCausalLM.from_pretrained(sys.argv[1]), bft_hf.BFTConfig(initial_process_noise=2.0)))
+model = moved(bft_hf.patch(transformers.LlamaForCausalLM.from_pretrained(sys.argv[1]), bft_hf.BFTConfig.unit(initial_process_noise=2.0)))
 keep(model, "model")
 model.push_to_hub("tester/patched", commit_message="the model")
 transformers.AutoTokenizer.from_pretrained(sys.argv[4]).push_to_hub("tester/patched")

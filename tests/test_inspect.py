@@ -78,7 +78,9 @@ def recomputed_weights(model, ids):
     return found
 
 
-@pytest.mark.parametrize("config", [BFTConfig(), BFTConfig(granularity="channel"), BFTConfig(layers=(1,))])
+@pytest.mark.parametrize(
+    "config", [BFTConfig.unit(), BFTConfig.unit(granularity="channel"), BFTConfig.unit(layers=(1,))]
+)
 def test_weights_are_those_before_and_after_kriging(tiny_llama, config):
     model = bft_hf.patch(tiny_llama(), config)
     ids = torch.randint(3, 128, (1, 24), generator=torch.Generator().manual_seed(0))
@@ -101,7 +103,7 @@ def test_weights_of_trained_model(stories260k):
     from bft_hf.recipes.models import load_model_and_tokenizer
 
     model, tokenizer = load_model_and_tokenizer(str(stories260k))
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     ids = torch.tensor([tokenizer("Once upon a time, there was a little girl named Lily.")["input_ids"]])
     seen, _ = seen_weights(model, ids)
     for layer, (alpha, kriging) in recomputed_weights(model, ids).items():
@@ -118,7 +120,7 @@ def test_weights_of_plain_model_are_one(tiny_llama):
 
 
 def test_weights_without_kriging_are_one(tiny_llama):
-    model = bft_hf.patch(tiny_llama(), BFTConfig(kriging=False))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(kriging=False))
     for before, after in seen_weights(model, torch.randint(3, 128, (1, 9)))[0].values():
         torch.testing.assert_close(before, after)
 
@@ -153,7 +155,7 @@ def test_precisions_go_around_a_soft_cap(tiny_llama):
         model = Gemma2ForCausalLM(Gemma2Config(**fields, attn_implementation="eager")).eval()
     ids = torch.randint(3, 64, (1, 9), generator=torch.Generator().manual_seed(0))
     plain, _ = seen_weights(model, ids)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     with torch.no_grad(), bft_hf.record(model) as trace:
         expected = model(ids).logits
     seen, logits = seen_weights(model, ids)
@@ -167,7 +169,7 @@ def test_precisions_go_around_a_soft_cap(tiny_llama):
 
 
 @pytest.mark.parametrize(
-    "config", [BFTConfig(), BFTConfig(granularity="channel", layers=(0, 2)), BFTConfig(propagate=False)]
+    "config", [BFTConfig.unit(), BFTConfig.unit(granularity="channel", layers=(0, 2)), BFTConfig.unit(propagate=False)]
 )
 def test_look_is_what_record_gives(tiny_llama, config):
     model = bft_hf.patch(tiny_llama(), config)
@@ -197,7 +199,7 @@ def test_look_is_what_record_gives(tiny_llama, config):
 
 
 def test_weights_are_kept_of_the_last_tokens(tiny_llama):
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     ids = torch.randint(3, 128, (20,)).tolist()
     whole, some, none = (look(model, text_of(ids), count) for count in (20, 6, 0))
     assert (whole.first, some.first, none.first) == (0, 14, 20)
@@ -223,7 +225,7 @@ def unpack(found, text):
 
 
 def test_pages_numbers_are_those_that_were_seen(tiny_llama):
-    model = bft_hf.patch(tiny_llama(), BFTConfig(propagate=False))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(propagate=False))
     found = look(model, text_of(torch.randint(3, 128, (20,)).tolist()), 7)
     arrays = unpack(found, page.pack(found))
     for name in ("precision", "gain"):
@@ -302,7 +304,7 @@ def test_command_writes_what_was_seen(model_dir, tmp_path, capsys):
     assert result["patched_here"] and result["bft_config"]["initial_process_noise"] == 1.0
     text = json.loads((out / "tokens.json").read_text())[0]
     assert "".join(text["tokens"]) == "<s>To be, or not to be"
-    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir))
+    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir), BFTConfig.unit())
     with torch.no_grad(), bft_hf.record(model) as trace:
         model(torch.tensor([text["input_ids"]]))
     gain = np.array([layer["gain"] for layer in text["layers"]])
@@ -338,7 +340,7 @@ def test_hostile_text_stays_text(model_dir, tmp_path):
 
 
 def test_patched_model_is_left_as_it_is(model_dir, tmp_path, capsys):
-    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir), BFTConfig(initial_process_noise=7.0))
+    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir), BFTConfig.unit(initial_process_noise=7.0))
     model.save_pretrained(tmp_path / "patched")
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(tmp_path / "patched")
     words = [str(tmp_path / "patched"), "--text", "abc", "--output_dir", str(tmp_path / "out")]
@@ -352,7 +354,7 @@ def test_patched_model_is_left_as_it_is(model_dir, tmp_path, capsys):
 
 def test_filters_start_is_chosen_by_flags(model_dir, tmp_path):
     out = tmp_path / "out"
-    (tmp_path / "config.json").write_text(BFTConfig(granularity="channel").to_json_string())
+    (tmp_path / "config.json").write_text(BFTConfig.unit(granularity="channel").to_json_string())
     flags = ["--bft_config", str(tmp_path / "config.json"), "--process_noise", "5", "--initial_precision", "0.5"]
     assert main([str(model_dir), "--text", "abc", "--output_dir", str(out), *flags]) == 0
     config = json.loads((out / "inspect.json").read_text())["bft_config"]

@@ -76,7 +76,7 @@ def looks(tiny_llama: Any) -> list[Any]:
     from bft_hf.recipes.inspection.look import look
     from bft_hf.recipes.inspection.texts import Text
 
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     draws = torch.Generator().manual_seed(0)
     texts = [
         Text(name, torch.randint(3, 128, (len(words),), generator=draws).tolist(), words, parts, False)

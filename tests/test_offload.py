@@ -22,10 +22,10 @@ def ids() -> torch.Tensor:
 def test_an_offloaded_model_really_runs_patched_and_unpatches(ids: torch.Tensor) -> None:
     model = make_tiny_llama()
     plain = model(ids).logits
-    expected = bft_hf.patch(copy.deepcopy(model))(ids).logits
+    expected = bft_hf.patch(copy.deepcopy(model), bft_hf.BFTConfig.unit())(ids).logits
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.model.layers[0].mlp.down_proj.weight.is_meta
-    bft_hf.patch(model)
+    bft_hf.patch(model, bft_hf.BFTConfig.unit())
     assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
     assert (expected - plain).abs().max() > 1e-2
     bft_hf.unpatch(model)
@@ -34,10 +34,10 @@ def test_an_offloaded_model_really_runs_patched_and_unpatches(ids: torch.Tensor)
 
 def test_hooks_on_whole_layers_call_the_patched_forward(ids: torch.Tensor) -> None:
     model = make_tiny_llama()
-    expected = bft_hf.patch(copy.deepcopy(model))(ids).logits
+    expected = bft_hf.patch(copy.deepcopy(model), bft_hf.BFTConfig.unit())(ids).logits
     for layer in model.model.layers:
         accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.AlignDevicesHook(execution_device="cpu"))
-    bft_hf.patch(model)
+    bft_hf.patch(model, bft_hf.BFTConfig.unit())
     assert_close(model(ids).logits, expected, rtol=0, atol=1e-6)
 
 
@@ -50,7 +50,7 @@ def test_a_copy_of_a_dispatched_model_runs_itself_and_not_the_original(ids: torc
             accelerate.hooks.add_hook_to_module(layer, accelerate.hooks.AlignDevicesHook(execution_device="cpu"))
     else:
         accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
-    bft_hf.patch(model)
+    bft_hf.patch(model, bft_hf.BFTConfig.unit())
     expected = model(ids).logits
     twin = copy.deepcopy(model)
     assert torch.equal(twin(ids).logits, expected)
@@ -69,7 +69,7 @@ def test_a_copy_of_a_dispatched_model_runs_itself_and_not_the_original(ids: torc
 
 @pytest.mark.parametrize("target", ["cpu", "disk"])
 def test_a_patched_checkpoint_loads_offloaded(ids: torch.Tensor, tmp_path: Path, target: str) -> None:
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), bft_hf.BFTConfig.unit())
     with torch.no_grad():
         for number, parameter in enumerate(bft_hf.bft_parameters(model).values()):
             parameter += 0.1 * (number + 1)

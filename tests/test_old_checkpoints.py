@@ -34,7 +34,7 @@ def test_the_configuration_matters(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     logits = model(IDS).logits
     filter_state = {name: value for name, value in model.state_dict().items() if ".bft." in name}
-    other = bft_hf.patch(bft_hf.unpatch(model), BFTConfig(kriging=False))
+    other = bft_hf.patch(bft_hf.unpatch(model), BFTConfig.unit(kriging=False))
     other.load_state_dict(filter_state, strict=False)
     assert (other(IDS).logits - logits).abs().max() > 1e-3
 
@@ -52,7 +52,7 @@ def write(name: str) -> None:
         num_key_value_heads=1,
         tie_word_embeddings=True,
     )
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     with torch.no_grad():
         for number, parameter in enumerate(bft_hf.bft_parameters(model).values()):
             parameter += 0.3 * (number + 1)

@@ -49,9 +49,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         ({}, 1e-6),
         ({"head_dim": 12}, 1e-6),  # 1 / sqrt(12) is no power of two
-        ({"config": BFTConfig(gain_scale=(1.5, 1.2, 1.1))}, 1e-6),
-        ({"config": BFTConfig(propagate=False)}, 1e-6),
-        ({"config": BFTConfig(layers=(1, 2), initial_precision="mlp")}, 1e-6),
+        ({"config": BFTConfig.unit(gain_scale=(1.5, 1.2, 1.1))}, 1e-6),
+        ({"config": BFTConfig.unit(propagate=False)}, 1e-6),
+        ({"config": BFTConfig.unit(layers=(1, 2), initial_precision="mlp")}, 1e-6),
         ({"dtype": torch.bfloat16}, 2e-2),
     ],
     ids=["defaults", "head_dim", "gain_scale", "propagate", "layers", "bfloat16"],
@@ -61,7 +61,7 @@ def test_same_logits_and_cache_as_the_general_path(
 ) -> None:
     model = make_model(**changes)
     short, short_cache = decode(model)
-    patched_layers = len(changes.get("config", BFTConfig()).layers or range(3))
+    patched_layers = len(changes.get("config", BFTConfig.unit()).layers or range(3))
     assert len(calls) == 4 * patched_layers
     monkeypatch.setattr(one_token, "covers", lambda *_: False)
     general, general_cache = decode(model)
@@ -87,16 +87,16 @@ def test_values_without_power_leave_nothing_unexplained(calls: list[int], monkey
 @pytest.mark.parametrize(
     "config",
     [
-        BFTConfig(granularity="channel"),
-        BFTConfig(observation_units="absolute"),
-        BFTConfig(prior_scale="neighbours"),
-        BFTConfig(prior_degrees_of_freedom=2.0),
-        BFTConfig(effective_sample_size="exact"),
-        BFTConfig(kriging=False),
-        BFTConfig(gain=False),
-        BFTConfig(separate_key_precision=True),
+        BFTConfig.unit(granularity="channel"),
+        BFTConfig.unit(observation_units="absolute"),
+        BFTConfig.unit(prior_scale="neighbours"),
+        BFTConfig.unit(prior_degrees_of_freedom=2.0),
+        BFTConfig.unit(effective_sample_size="exact"),
+        BFTConfig.unit(kriging=False),
+        BFTConfig.unit(gain=False),
+        BFTConfig.unit(separate_key_precision=True),
     ],
-    ids=lambda config: next(f"{k}={v}" for k, v in vars(config).items() if v != getattr(BFTConfig(), k)),
+    ids=lambda config: next(f"{k}={v}" for k, v in vars(config).items() if v != getattr(BFTConfig.unit(), k)),
 )
 def test_other_settings_take_the_general_path(config: BFTConfig, calls: list[int]) -> None:
     decode(make_model(config=config))

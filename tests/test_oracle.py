@@ -143,7 +143,7 @@ def matrix() -> list[BFTConfig]:
     """Every combination of the settings that change what is computed, but for those without any filter at all."""
     starts = list(itertools.product(("constant", "table", "mlp"), (False, True)))
     return [
-        BFTConfig(
+        BFTConfig.unit(
             granularity=granularity,
             observation_units=units,
             prior_scale=prior_scale,
@@ -167,7 +167,7 @@ def matrix() -> list[BFTConfig]:
 
 def short_name(config: BFTConfig) -> str:
     """The settings that are not the default, as a test id."""
-    default = vars(BFTConfig())
+    default = vars(BFTConfig.unit())
     return "-".join(f"{name}={value}" for name, value in vars(config).items() if value != default[name]) or "default"
 
 
@@ -187,13 +187,13 @@ def _present(values: list[Any]) -> list[Any]:
 )
 def test_backends_and_padding(implementation: str, padding: str) -> None:
     for sample_size in ("probe", "exact"):
-        compare(BFTConfig(effective_sample_size=sample_size), implementation, padding)
+        compare(BFTConfig.unit(effective_sample_size=sample_size), implementation, padding)
 
 
 @pytest.mark.parametrize("layers", [(0,), (1, 2), (0, 2)])
 @pytest.mark.parametrize("granularity", ["token", "channel"])
 def test_some_layers_only(layers: tuple[int, ...], granularity: str) -> None:
-    compare(BFTConfig(layers=layers, granularity=granularity))
+    compare(BFTConfig.unit(layers=layers, granularity=granularity))
 
 
 @pytest.mark.parametrize("granularity", ["token", "channel"])
@@ -204,15 +204,15 @@ def test_token_reliability(granularity: str, sample_size: str, kriging: bool) ->
     reliability = torch.rand(3, 11, generator=generator, dtype=torch.float64)
     reliability[:, ::3] = 0
     reliability[0, :4] = 0  # the first queries of this row see nothing reliable
-    config = BFTConfig(granularity=granularity, effective_sample_size=sample_size, kriging=kriging)
+    config = BFTConfig.unit(granularity=granularity, effective_sample_size=sample_size, kriging=kriging)
     for padding in ("none", "left"):
         compare(config, padding=padding, reliability=reliability)
 
 
 def test_prior_degrees_of_freedom() -> None:
-    compare(BFTConfig(prior_degrees_of_freedom=3.5))
+    compare(BFTConfig.unit(prior_degrees_of_freedom=3.5))
 
 
 def test_tied_embeddings_and_biases() -> None:
-    compare(BFTConfig(), tie_word_embeddings=True)
-    compare(BFTConfig(observation_units="absolute"), attention_bias=True, mlp_bias=True)
+    compare(BFTConfig.unit(), tie_word_embeddings=True)
+    compare(BFTConfig.unit(observation_units="absolute"), attention_bias=True, mlp_bias=True)

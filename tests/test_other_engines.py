@@ -53,7 +53,7 @@ QUANTISATION_METHODS = {
 
 @pytest.fixture
 def patched(tiny_llama: Callable[..., Any], tmp_path: Path) -> tuple[Any, Path]:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(initial_process_noise=0.5))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_process_noise=0.5))
     model.save_pretrained(tmp_path / "patched")
     return model, tmp_path / "patched"
 
@@ -108,7 +108,7 @@ def test_checkpoint_has_a_quantisation_method_that_engines_refuse(patched: tuple
 def test_adapter_has_modules_to_save_which_vllm_refuses(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     """Its PEFTHelper: `vLLM only supports modules_to_save being None`."""
     lora = LoraConfig(target_modules="all-linear", modules_to_save=["bft"], task_type="CAUSAL_LM")
-    get_peft_model(bft_hf.patch(tiny_llama()), lora).save_pretrained(tmp_path)
+    get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["bft"]
 
 
@@ -136,7 +136,7 @@ def test_merged_adapter_is_exported_with_its_weights(tiny_llama: Callable[..., A
         target_modules="all-linear", modules_to_save=["bft"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
     torch.manual_seed(0)
-    merged = get_peft_model(bft_hf.patch(tiny_llama()), lora).merge_and_unload()
+    merged = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora).merge_and_unload()
     bft_hf.unpatch(merged).save_pretrained(tmp_path)
     assert not unmapped(tmp_path) and config_of(tmp_path)["hidden_act"] == "silu"
     weight = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"]

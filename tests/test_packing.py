@@ -62,9 +62,9 @@ def assert_apart(model: Any, rows: list[list[torch.Tensor]], together: tuple[tor
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("default", "flex_attention"),
+        ("unit", "flex_attention"),
         ("exact", "flex_attention"),
-        ("default", "flash_attention_2"),
+        ("unit", "flash_attention_2"),
         ("exact", "flash_attention_2"),
     ]
     + [(name, backend) for name in CONFIGS for backend in ("eager", "sdpa")],
@@ -85,7 +85,7 @@ def test_packed_documents_give_what_they_give_apart(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", ["default", "exact"])
+@pytest.mark.parametrize("name", ["unit", "exact"])
 def test_gradients_of_packed_documents_are_those_of_documents_apart(
     name: str,
     backend: str,
@@ -133,7 +133,7 @@ def test_padding_free_batch_of_trls_collator_gives_what_its_rows_give_apart(back
     batch = collator(examples)
     assert "attention_mask" not in batch and batch["input_ids"].shape == (1, 24)
     assert (batch["position_ids"] == 0).sum() == 5
-    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"))))
+    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"), BFTConfig.unit())))
     inputs = {name: value for name, value in batch.items() if name in ("input_ids", "position_ids")}
     assert_apart(model, rows, run(model, **inputs))
     model(**batch, use_cache=False).loss.backward()
@@ -151,7 +151,7 @@ def test_packed_batch_of_trls_collator_gives_what_its_documents_give_apart(backe
     ]
     batch = collator(examples)
     flat = [[document for row in rows for document in row]]
-    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"))))
+    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"), BFTConfig.unit())))
     inputs = {name: value for name, value in batch.items() if name in ("input_ids", "position_ids")}
     assert_apart(model, flat, run(model, **inputs))
 
@@ -162,7 +162,7 @@ def test_reliability_of_a_packed_row_stays_within_its_document(
     flex: None,  # noqa: F811
     flash: None,  # noqa: F811
 ) -> None:
-    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"))))
+    model = on(backend, moved(bft_hf.patch(make_tiny_llama(attn_implementation="eager"), BFTConfig.unit())))
     rows = documents()
     batch = packed(rows)
     rho = torch.ones(batch["input_ids"].shape)
@@ -180,7 +180,7 @@ def test_reliability_of_a_packed_row_stays_within_its_document(
 
 def test_a_row_filled_up_with_pads_keeps_its_documents(tiny_llama: Any) -> None:
     """trl pads position_ids with 0: every pad is a document of its own, and none of its neighbours notices."""
-    model = moved(bft_hf.patch(tiny_llama()))
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     rows = documents()[:1]
     batch = packed(rows)
     together = run(
@@ -236,7 +236,7 @@ def test_packing_needs_no_cache_as_in_a_plain_model(tiny_llama: Any) -> None:
     zeros = []
     for patch in (False, True):
         if patch:
-            moved(bft_hf.patch(model))
+            moved(bft_hf.patch(model, BFTConfig.unit()))
         for use_cache in (False, True):
             with torch.no_grad():
                 weights = model(**batch, use_cache=use_cache, output_attentions=True).attentions

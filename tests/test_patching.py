@@ -71,7 +71,7 @@ def perturbed(model: Any) -> Any:
 def test_patch_changes_and_unpatch_restores(model_class: type, tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama(model_class=model_class)
     before, logits = anatomy(model), answer(model)
-    assert bft_hf.patch(model) is model and bft_hf.is_patched(model)
+    assert bft_hf.patch(model) is model and bft_hf.get_config(model) == BFTConfig()
     during = anatomy(model)
     assert (answer(model) - logits).abs().max() > 1e-3
     assert set(during["parameters"]) > set(before["parameters"])
@@ -85,7 +85,7 @@ def test_patch_changes_and_unpatch_restores(model_class: type, tiny_llama: Calla
 
 def test_classes_are_subclasses_of_what_they_were(tiny_llama: Callable[..., Any]) -> None:
     plain = tiny_llama()
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     for (name, ours), (_, theirs) in zip(
         [(n, m) for n, m in model.named_modules() if not n.endswith(".bft")], plain.named_modules(), strict=True
     ):
@@ -102,29 +102,29 @@ def test_patch_three_times_unpatch_once(tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama()
     before, logits = anatomy(model), answer(model)
     for _ in range(3):
-        bft_hf.patch(model)
-    once = answer(bft_hf.patch(tiny_llama()))
+        bft_hf.patch(model, BFTConfig.unit())
+    once = answer(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     assert torch.equal(answer(model), once) and not torch.equal(once, logits)
     bft_hf.unpatch(model)
     assert anatomy(model) == before and torch.equal(answer(model), logits)
 
 
 def test_patching_again_keeps_what_was_learned(tiny_llama: Callable[..., Any]) -> None:
-    model = perturbed(bft_hf.patch(tiny_llama()))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     logits = answer(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     assert torch.equal(answer(model), logits)
-    assert not torch.equal(answer(bft_hf.patch(bft_hf.unpatch(model))), logits)
+    assert not torch.equal(answer(bft_hf.patch(bft_hf.unpatch(model), BFTConfig.unit())), logits)
 
 
 def test_another_configuration_is_refused_and_names_unpatch(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     logits = answer(model)
     with pytest.raises(ValueError, match="unpatch"):
-        bft_hf.patch(model, BFTConfig(initial_process_noise=2.0))
-    assert bft_hf.get_config(model) == BFTConfig() and torch.equal(answer(model), logits)
-    bft_hf.patch(bft_hf.unpatch(model), BFTConfig(initial_process_noise=2.0))
-    assert bft_hf.get_config(model) == BFTConfig(initial_process_noise=2.0)
+        bft_hf.patch(model, BFTConfig.unit(initial_process_noise=2.0))
+    assert bft_hf.get_config(model) == BFTConfig.unit() and torch.equal(answer(model), logits)
+    bft_hf.patch(bft_hf.unpatch(model), BFTConfig.unit(initial_process_noise=2.0))
+    assert bft_hf.get_config(model) == BFTConfig.unit(initial_process_noise=2.0)
     assert not torch.equal(answer(model), logits)
 
 
@@ -142,26 +142,26 @@ def test_the_other_model_is_left_alone(share_config: bool, tiny_llama: Callable[
     model = LlamaForCausalLM(other.config).eval() if share_config else tiny_llama(seed=1)
     other.save_pretrained(tmp_path / "before")  # which itself notes the architecture in the configuration
     before, logits, model_before = anatomy(other), answer(other), anatomy(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     assert anatomy(other) == before and torch.equal(answer(other), logits)
     assert not bft_hf.is_patched(other) and not hasattr(other.config, "bft_config")
     other.save_pretrained(tmp_path / "after")
     saved = (tmp_path / "after" / "config.json").read_text()
     assert saved == (tmp_path / "before" / "config.json").read_text() and "bft" not in saved
-    bft_hf.patch(other, BFTConfig(gain=False))
-    assert bft_hf.get_config(model) == BFTConfig()
+    bft_hf.patch(other, BFTConfig.unit(gain=False))
+    assert bft_hf.get_config(model) == BFTConfig.unit()
     bft_hf.unpatch(model)
     assert anatomy(model) == model_before and bft_hf.is_patched(other)
 
 
 def test_configuration_changes_made_while_patched_stay(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     model.config.use_cache = False
     assert bft_hf.unpatch(model).config.use_cache is False
 
 
 def test_model_type_and_attention_name_stay_what_they_were(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(attn_implementation="eager"))
+    model = bft_hf.patch(tiny_llama(attn_implementation="eager"), BFTConfig.unit())
     assert model.config.model_type == "llama" and isinstance(model.config, LlamaConfig)
     assert model.config._attn_implementation == "eager" and model.config.hidden_act == "silu"
     for config in (copy.deepcopy(model.config), pickle.loads(pickle.dumps(model.config))):
@@ -171,7 +171,7 @@ def test_model_type_and_attention_name_stay_what_they_were(tiny_llama: Callable[
 def test_positional_input_ids_and_inputs_embeds_run_the_filter(tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama()
     plain = answer(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     logits = answer(model)
     assert (logits - plain).abs().max() > 1e-3
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_a_later_change_of_backend_is_followed(
 ) -> None:
     model = tiny_llama(attn_implementation=first)
     plain = answer(model)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     logits = answer(model)
     model.set_attn_implementation(second)
     calls = CountedCalls(monkeypatch)
@@ -229,7 +229,9 @@ def test_eager_hands_out_the_kriging_weights(tiny_llama: Callable[..., Any]) -> 
     model = tiny_llama(attn_implementation="eager")
     with torch.no_grad():
         plain = model(IDS, output_attentions=True).attentions
-        ours = bft_hf.patch(perturbed(bft_hf.patch(model)))(IDS, output_attentions=True).attentions
+        ours = bft_hf.patch(perturbed(bft_hf.patch(model, BFTConfig.unit())), BFTConfig.unit())(
+            IDS, output_attentions=True
+        ).attentions
     assert len(ours) == 3 and all(weights.shape == (2, 4, 9, 9) for weights in ours)
     for weights in ours:
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 9))
@@ -238,7 +240,7 @@ def test_eager_hands_out_the_kriging_weights(tiny_llama: Callable[..., Any]) -> 
 
 
 def test_hidden_states_have_the_plain_models_shapes(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.no_grad():
         states = model(IDS, output_hidden_states=True).hidden_states
     assert [tuple(state.shape) for state in states] == [(2, 9, 32)] * 4
@@ -247,16 +249,16 @@ def test_hidden_states_have_the_plain_models_shapes(tiny_llama: Callable[..., An
 def test_model_without_a_supported_decoder_is_refused() -> None:
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16))
     with pytest.raises(ValueError, match=r"llama.*docs/families\.md") as error:
-        bft_hf.patch(model)
+        bft_hf.patch(model, BFTConfig.unit())
     assert "GPT2LMHeadModel" in str(error.value) and "\n" not in str(error.value)
     with pytest.raises(ValueError, match="llama"):
-        bft_hf.patch(nn.Linear(2, 2))
+        bft_hf.patch(nn.Linear(2, 2), BFTConfig.unit())
 
 
 def test_zero_layers_are_an_error(tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama(num_hidden_layers=0)
     with pytest.raises(ValueError, match=r"no (decoder )?layers?") as error:
-        bft_hf.patch(model)
+        bft_hf.patch(model, BFTConfig.unit())
     assert "-1" not in str(error.value)
     assert not bft_hf.is_patched(model)
 
@@ -265,7 +267,7 @@ def test_layers_the_model_lacks_are_refused_and_nothing_is_changed(tiny_llama: C
     model = tiny_llama()
     before = anatomy(model)
     with pytest.raises(ValueError, match=r"layers.*0 to 2"):
-        bft_hf.patch(model, BFTConfig(layers=(1, 3)))
+        bft_hf.patch(model, BFTConfig.unit(layers=(1, 3)))
     assert anatomy(model) == before
 
 
@@ -276,18 +278,18 @@ def test_a_forward_of_its_own_is_refused_and_nothing_is_changed(path: str, tiny_
     module.forward = module.forward
     before = anatomy(model)
     with pytest.raises(ValueError, match=r"layers\.1.*forward.*bft_hf\.patch") as error:
-        bft_hf.patch(model)
+        bft_hf.patch(model, BFTConfig.unit())
     assert "\n" not in str(error.value)
     assert anatomy(model) == before and not bft_hf.is_patched(model)
     del module.forward
-    assert bft_hf.is_patched(bft_hf.patch(model))
+    assert bft_hf.is_patched(bft_hf.patch(model, BFTConfig.unit()))
 
 
 def test_context_manager_patches_and_undoes(tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama()
     before, logits = anatomy(model), answer(model)
-    with bft_hf.patched(model, BFTConfig(initial_process_noise=2.0)) as inside:
-        assert inside is model and bft_hf.get_config(model) == BFTConfig(initial_process_noise=2.0)
+    with bft_hf.patched(model, BFTConfig.unit(initial_process_noise=2.0)) as inside:
+        assert inside is model and bft_hf.get_config(model) == BFTConfig.unit(initial_process_noise=2.0)
         assert not torch.equal(answer(model), logits)
     assert anatomy(model) == before and torch.equal(answer(model), logits)
 
@@ -295,10 +297,10 @@ def test_context_manager_patches_and_undoes(tiny_llama: Callable[..., Any]) -> N
 def test_context_manager_undoes_on_an_exception(tiny_llama: Callable[..., Any]) -> None:
     model = tiny_llama()
     before = anatomy(model)
-    with pytest.raises(KeyError, match="inside"), bft_hf.patched(model):
+    with pytest.raises(KeyError, match="inside"), bft_hf.patched(model, BFTConfig.unit()):
         raise KeyError("inside")
     assert anatomy(model) == before
-    with pytest.raises(ValueError, match="layers"), bft_hf.patched(model, BFTConfig(layers=(7,))):
+    with pytest.raises(ValueError, match="layers"), bft_hf.patched(model, BFTConfig.unit(layers=(7,))):
         pass
     assert anatomy(model) == before
 
@@ -316,7 +318,7 @@ def by_torch_save(model: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
 def test_copies_are_patched_and_stand_alone(copied: Callable[[Any], Any], tiny_llama: Callable[..., Any]) -> None:
-    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig(initial_process_noise=2.0)))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_process_noise=2.0)))
     logits = answer(model)
     copy_of_model = copied(model)
     assert bft_hf.get_config(copy_of_model) == bft_hf.get_config(model)
@@ -337,7 +339,7 @@ def test_copies_are_patched_and_stand_alone(copied: Callable[[Any], Any], tiny_l
     assert torch.equal(answer(model), logits)
     trained = answer(copy_of_model)
     assert not torch.equal(trained, logits)
-    fresh = bft_hf.patch(tiny_llama(), BFTConfig(initial_process_noise=2.0))
+    fresh = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_process_noise=2.0))
     fresh.load_state_dict(copy_of_model.state_dict())
     assert torch.equal(answer(fresh), trained)
     plain = answer(bft_hf.unpatch(copied(model)))
@@ -355,7 +357,7 @@ def run_in_worker(model: Any, ids: torch.Tensor, queue: Any) -> None:
 def test_a_spawned_worker_runs_the_filter(tiny_llama: Callable[..., Any]) -> None:
     import torch.multiprocessing as multiprocessing
 
-    model = perturbed(bft_hf.patch(tiny_llama()))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     worker = context.Process(target=run_in_worker, args=(model, IDS, queue))
@@ -374,7 +376,7 @@ def test_unpickling_in_a_process_that_never_patched_runs_the_filter(
     import subprocess
     import sys
 
-    model = perturbed(bft_hf.patch(tiny_llama()))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     torch.save(model, tmp_path / "model.pt")
     torch.save((IDS, answer(model, input_ids=IDS)), tmp_path / "expected.pt")
     script = """
@@ -403,8 +405,10 @@ def test_identity_start_is_near_the_plain_model_and_nearer_as_q_grows(tiny_llama
     with bft_hf.patched(model, BFTConfig.identity()):
         identity = (answer(model)[kept] - plain).abs().max().item()
     with bft_hf.patched(model):
+        default = (answer(model)[kept] - plain).abs().max().item()
+    with bft_hf.patched(model, BFTConfig.unit()):
         unit = (answer(model)[kept] - plain).abs().max().item()
-    assert unit > 50 * identity
+    assert unit > 10 * default > 100 * identity
 
 
 def test_kriging_by_a_constant_precision_changes_nothing(tiny_llama: Callable[..., Any]) -> None:
@@ -412,20 +416,20 @@ def test_kriging_by_a_constant_precision_changes_nothing(tiny_llama: Callable[..
     model = tiny_llama(num_hidden_layers=1)
     kept = MASK.bool()
     for tau in (1e-6, 1.0, 1e6):
-        one = answer(bft_hf.patch(model, BFTConfig(initial_precision_value=tau)))
+        one = answer(bft_hf.patch(model, BFTConfig.unit(initial_precision_value=tau)))
         bft_hf.unpatch(model)
-        without = answer(bft_hf.patch(model, BFTConfig(initial_precision_value=tau, kriging=False)))
+        without = answer(bft_hf.patch(model, BFTConfig.unit(initial_precision_value=tau, kriging=False)))
         bft_hf.unpatch(model)
         torch.testing.assert_close(one[kept], without[kept], rtol=1e-5, atol=1e-5)
     deep = tiny_llama()
-    with bft_hf.patched(deep):
+    with bft_hf.patched(deep, BFTConfig.unit()):
         kriging = answer(deep)
-    with bft_hf.patched(deep, BFTConfig(kriging=False)):
+    with bft_hf.patched(deep, BFTConfig.unit(kriging=False)):
         assert (answer(deep)[kept] - kriging[kept]).abs().max() > 1e-3
 
 
 def test_every_parameter_gets_a_gradient(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama()).train()
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit()).train()
     model(IDS, attention_mask=MASK, labels=IDS.masked_fill(MASK == 0, -100)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().max() > 0 and parameter.grad.isfinite().all(), name
@@ -444,7 +448,7 @@ def test_extra_parameters_are_few_on_smollm2s_shape() -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     before = sum(parameter.numel() for parameter in model.parameters())
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     ours = bft_hf.bft_parameters(model)
     assert all(parameter.is_meta and parameter.shape == (1,) for parameter in ours.values())
     assert len(ours) == 30  # tau, and Q of every layer but the last
@@ -453,7 +457,7 @@ def test_extra_parameters_are_few_on_smollm2s_shape() -> None:
 
 
 def test_param_groups_hold_every_trainable_parameter_once(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     model.model.embed_tokens.weight.requires_grad_(False)
     groups = {group["name"]: group for group in bft_hf.param_groups(model, 2e-5, 3e-2, weight_decay=0.1)}
     held = [id(parameter) for group in groups.values() for parameter in group["params"]]
@@ -466,7 +470,7 @@ def test_param_groups_hold_every_trainable_parameter_once(tiny_llama: Callable[.
 
 
 def test_a_layer_alone_is_refused(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     hidden = torch.randn(1, 4, 32)
     rotary = model.model.rotary_emb(hidden, torch.arange(4)[None])
     with pytest.raises(RuntimeError, match="call the model"):
@@ -474,7 +478,7 @@ def test_a_layer_alone_is_refused(tiny_llama: Callable[..., Any]) -> None:
 
 
 def test_packed_documents_give_what_they_give_apart(tiny_llama: Callable[..., Any]) -> None:
-    model = perturbed(bft_hf.patch(tiny_llama()))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     first, second = IDS[:1, :5], IDS[1:, 4:]
     packed = torch.cat([first, second], dim=1)
     positions = torch.cat([torch.arange(5), torch.arange(5)])[None]
@@ -485,7 +489,7 @@ def test_packed_documents_give_what_they_give_apart(tiny_llama: Callable[..., An
 
 
 def test_left_padded_row_equals_the_row_alone(tiny_llama: Callable[..., Any]) -> None:
-    model = perturbed(bft_hf.patch(tiny_llama()))
+    model = perturbed(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     positions = (MASK.cumsum(-1) - 1).clamp_min(0)
     padded = answer(model, input_ids=IDS, attention_mask=MASK, position_ids=positions)
     alone = answer(model, input_ids=IDS[1:, 4:])
@@ -534,13 +538,13 @@ def test_sdpa_never_runs_the_math_kernel_and_nothing_of_ours_is_tokens_by_keys(
         return quadratic, seen.names | {event.key for event in profiler.key_averages()}
 
     plain_shapes, plain_names = run(tiny_llama())
-    shapes, names = run(bft_hf.patch(tiny_llama()))
+    shapes, names = run(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     assert any("_scaled_dot_product_flash_attention_for_cpu" in name for name in names)
     assert any("flash_attention_for_cpu_backward" in name for name in names)
     assert not any("_scaled_dot_product_attention_math" in name for name in names | plain_names)
     assert shapes <= plain_shapes
     # The same eyes see what eager attention forms, and what two widths do.
-    eager_shapes, _ = run(bft_hf.patch(tiny_llama(attn_implementation="eager")))
+    eager_shapes, _ = run(bft_hf.patch(tiny_llama(attn_implementation="eager"), BFTConfig.unit()))
     assert (2, 4, TOKENS, keys) in eager_shapes
 
 
@@ -556,7 +560,7 @@ def test_the_profiler_would_see_the_math_kernel() -> None:
 def test_exact_sample_sizes_differ_from_probed_ones_only_by_the_probe(
     sample_size: str, tiny_llama: Callable[..., Any]
 ) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(effective_sample_size=sample_size))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(effective_sample_size=sample_size))
     with bft_hf.record(model) as trace:
         answer(model, input_ids=IDS)
     for n in trace.effective_sample_size:

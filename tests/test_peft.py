@@ -39,15 +39,15 @@ def train(model: Any, steps: int = 3) -> Any:
 def adapted(tiny_llama: Callable[..., Any]) -> Any:
     """LoRA and the filter's parameters, trained for three steps."""
     torch.manual_seed(0)
-    model = get_peft_model(bft_hf.patch(tiny_llama()), lora_config())
+    model = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora_config())
     return train(model)
 
 
 def test_tau_and_q_train_with_the_adapter(tiny_llama: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    base = bft_hf.patch(tiny_llama())
+    base = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     model = get_peft_model(base, lora_config())
-    assert bft_hf.is_patched(model) and bft_hf.get_config(model) == BFTConfig()
+    assert bft_hf.is_patched(model) and bft_hf.get_config(model) == BFTConfig.unit()
     ours = bft_hf.bft_parameters(model)
     assert len(ours) == 3 and all(p.requires_grad and p.dtype == torch.float32 for p in ours.values())
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -77,17 +77,17 @@ def test_adapter_folder_holds_them_and_they_come_back(
     assert len(stored) == 3 and sorted(v.item() for v in stored.values()) == sorted(p.item() for p in trained)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == ["bft"]
 
-    restored = PeftModel.from_pretrained(bft_hf.patch(tiny_llama()), tmp_path)
+    restored = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path)
     assert torch.equal(answer(restored), answer(adapted))
     for name, parameter in bft_hf.bft_parameters(restored).items():
         assert parameter.dtype == torch.float32 and torch.equal(parameter, bft_hf.bft_parameters(adapted)[name])
-    other = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(seed=1)), tmp_path)
+    other = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(seed=1), BFTConfig.unit()), tmp_path)
     assert not torch.equal(answer(other), answer(adapted))
 
 
 def test_adapter_on_a_saved_patched_base(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    bft_hf.patch(tiny_llama()).save_pretrained(tmp_path / "base")
+    bft_hf.patch(tiny_llama(), BFTConfig.unit()).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model = train(get_peft_model(base, lora_config()))
     model.save_pretrained(tmp_path / "adapter")
@@ -98,7 +98,7 @@ def test_adapter_on_a_saved_patched_base(tiny_llama: Callable[..., Any], tmp_pat
 
 
 def test_without_modules_to_save_they_are_frozen(tiny_llama: Callable[..., Any]) -> None:
-    model = get_peft_model(bft_hf.patch(tiny_llama()), lora_config(modules_to_save=None))
+    model = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora_config(modules_to_save=None))
     assert bft_hf.is_patched(model) and not any(p.requires_grad for p in bft_hf.bft_parameters(model).values())
     assert "bft" not in {group["name"] for group in bft_hf.param_groups(model, 1e-3)}
     train(model)
@@ -118,7 +118,7 @@ def test_merged_model_keeps_the_patch_and_the_logits(safe: bool, adapted: Any, t
 
 def test_unload_gives_back_the_patched_base_as_it_was(tiny_llama: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    base = bft_hf.patch(tiny_llama())
+    base = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     expected, keys = answer(base), list(base.state_dict())
     model = train(get_peft_model(base, lora_config()))
     assert not torch.equal(answer(model), expected)
@@ -129,7 +129,7 @@ def test_unload_gives_back_the_patched_base_as_it_was(tiny_llama: Callable[..., 
 
 def test_disabled_adapter_is_the_patched_base(tiny_llama: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    base = bft_hf.patch(tiny_llama())
+    base = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     expected = answer(base)
     model = train(get_peft_model(base, lora_config()))
     on = answer(model)
@@ -145,7 +145,7 @@ def test_unpatch_within_an_adapter_gives_the_plain_adapted_model(tiny_llama: Cal
     expected = answer(plain)
     for modules in (["bft"], None):
         torch.manual_seed(0)
-        model = get_peft_model(bft_hf.patch(tiny_llama()), lora_config(modules_to_save=modules))
+        model = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora_config(modules_to_save=modules))
         model.load_state_dict(plain.state_dict(), strict=False)
         assert not torch.equal(answer(model), expected)
         assert bft_hf.unpatch(model) is model and not bft_hf.is_patched(model)
@@ -156,10 +156,10 @@ def test_patching_a_peft_model_runs_the_filter(tiny_llama: Callable[..., Any]) -
     torch.manual_seed(0)
     model = get_peft_model(tiny_llama(), lora_config(modules_to_save=None))
     plain = answer(model)
-    assert bft_hf.patch(model) is model and bft_hf.is_patched(model)
+    assert bft_hf.patch(model, BFTConfig.unit()) is model and bft_hf.is_patched(model)
     after = answer(model)
     assert (after - plain).abs().max() > 1e-3
-    patched_first = get_peft_model(bft_hf.patch(tiny_llama()), lora_config(modules_to_save=None))
+    patched_first = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora_config(modules_to_save=None))
     patched_first.load_state_dict(model.state_dict())
     assert torch.equal(answer(patched_first), after)
     assert torch.equal(answer(bft_hf.unpatch(model)), plain)
@@ -195,7 +195,7 @@ def test_casting_an_adapted_model_keeps_them_in_float32(adapted: Any) -> None:
 
 def test_adapted_bfloat16_base_trains(tiny_llama: Callable[..., Any]) -> None:
     torch.manual_seed(0)
-    model = get_peft_model(bft_hf.patch(tiny_llama(dtype=torch.bfloat16)), lora_config())
+    model = get_peft_model(bft_hf.patch(tiny_llama(dtype=torch.bfloat16), BFTConfig.unit()), lora_config())
     assert all(p.dtype == torch.float32 for p in bft_hf.bft_parameters(model).values())
     start = [p.item() for p in bft_hf.bft_parameters(model).values()]
     train(model)
@@ -210,7 +210,7 @@ def test_generation_of_an_adapted_model_with_a_cache_equals_without(adapted: Any
 
 def test_trainer_trains_and_saves_the_adapter(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = get_peft_model(bft_hf.patch(tiny_llama()), lora_config())
+    model = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), lora_config())
     start = {name: p.detach().clone() for name, p in bft_hf.bft_parameters(model).items()}
     rows = [{"input_ids": row, "labels": row} for row in IDS.repeat(3, 1)]
     arguments = TrainingArguments(
@@ -229,5 +229,5 @@ def test_trainer_trains_and_saves_the_adapter(tiny_llama: Callable[..., Any], tm
     assert all((p - start[name]).abs() > 0.03 for name, p in bft_hf.bft_parameters(model).items())
     trainer.save_model(str(tmp_path / "adapter"))
     torch.manual_seed(0)
-    again = PeftModel.from_pretrained(bft_hf.patch(tiny_llama()), tmp_path / "adapter")
+    again = PeftModel.from_pretrained(bft_hf.patch(tiny_llama(), BFTConfig.unit()), tmp_path / "adapter")
     assert torch.equal(answer(again), answer(model))

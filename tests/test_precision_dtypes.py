@@ -15,11 +15,11 @@ IDS = torch.randint(3, 128, (2, 13), generator=torch.Generator().manual_seed(71)
 MASK = torch.ones_like(IDS)
 MASK[0, :6] = 0
 CONFIGS = {
-    "default": BFTConfig(),
-    "exact": BFTConfig(effective_sample_size="exact"),
-    "absolute neighbours": BFTConfig(observation_units="absolute", prior_scale="neighbours"),
-    "channel": BFTConfig(granularity="channel"),
-    "mlp": BFTConfig(initial_precision="mlp"),
+    "unit": BFTConfig.unit(),
+    "exact": BFTConfig.unit(effective_sample_size="exact"),
+    "absolute neighbours": BFTConfig.unit(observation_units="absolute", prior_scale="neighbours"),
+    "channel": BFTConfig.unit(granularity="channel"),
+    "mlp": BFTConfig.unit(initial_precision="mlp"),
     "identity": BFTConfig.identity(),
 }
 
@@ -65,7 +65,7 @@ def test_residual_stream_and_logits_keep_the_models_dtype(
     [lambda m: m.half(), lambda m: m.bfloat16(), lambda m: m.to(torch.bfloat16), lambda m: m.to("cpu", torch.float16)],
 )
 def test_casts_leave_tau_and_q_exact_in_float32(cast: Callable[[Any], Any], tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(initial_precision="mlp"))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_precision="mlp"))
     with torch.no_grad():
         for parameter in bft_hf.bft_parameters(model).values():
             parameter += 0.12345678
@@ -84,7 +84,7 @@ def test_casts_leave_tau_and_q_exact_in_float32(cast: Callable[[Any], Any], tiny
 
 
 def test_half_precision_reads_tau_and_q_in_full(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(dtype=torch.bfloat16), BFTConfig(initial_precision_value=1.2345678))
+    model = bft_hf.patch(tiny_llama(dtype=torch.bfloat16), BFTConfig.unit(initial_precision_value=1.2345678))
     with bft_hf.record(model) as trace:
         run(model)
     torch.testing.assert_close(trace.precision[0], torch.full((2, 13), 1.2345678))
@@ -97,7 +97,7 @@ def test_masked_rows_keep_their_state_on_every_backend(
     dtype: torch.dtype, backend: str, tiny_llama: Callable[..., Any]
 ) -> None:
     """Plain eager attention reads the future in a fully masked row; the filter gives it gain 0."""
-    model = bft_hf.patch(tiny_llama(dtype=dtype, attn_implementation=backend))
+    model = bft_hf.patch(tiny_llama(dtype=dtype, attn_implementation=backend), BFTConfig.unit())
     first = run(model)
     with bft_hf.record(model) as trace:
         second = run(model, input_ids=IDS.clone().index_fill_(1, torch.arange(6, 13), 5))
@@ -116,7 +116,7 @@ def test_gradients_are_finite_beside_masked_rows(
     sample_size: str, dtype: torch.dtype, backend: str, tiny_llama: Callable[..., Any]
 ) -> None:
     model = tiny_llama(dtype=dtype, attn_implementation=backend)
-    bft_hf.patch(model, BFTConfig(effective_sample_size=sample_size)).train()
+    bft_hf.patch(model, BFTConfig.unit(effective_sample_size=sample_size)).train()
     model(input_ids=IDS, attention_mask=MASK, labels=IDS.masked_fill(MASK == 0, -100)).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
@@ -143,7 +143,7 @@ def test_values_that_are_all_alike_have_no_residual_variance(
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.v_proj.weight)
         torch.nn.init.constant_(layer.self_attn.v_proj.bias, 0.7)
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     with bft_hf.record(model) as trace:
         output = run(model)
     assert output.logits.isfinite().all()
@@ -175,7 +175,7 @@ def test_large_values_do_not_overflow_float16(tiny_llama: Callable[..., Any]) ->
         layer.self_attn.v_proj.bias.data.copy_(torch.linspace(-1000, 1000, 16))
         layer.self_attn.o_proj.weight.data.mul_(1e-3)
     assert run(model).logits.isfinite().all()
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     with bft_hf.record(model) as trace:
         output = run(model)
     assert output.logits.isfinite().all()
@@ -188,7 +188,7 @@ def test_half_precision_follows_float32_whatever_q(
     dtype: torch.dtype, noise: float, tiny_llama: Callable[..., Any]
 ) -> None:
     """lam_bar is about 1 / Q: without the shift of the key bias, log Q would cost every score its digits."""
-    config = BFTConfig(initial_process_noise=noise, initial_precision_value=1 / noise)
+    config = BFTConfig.unit(initial_process_noise=noise, initial_precision_value=1 / noise)
     kept = MASK.bool()
     expected = run(bft_hf.patch(tiny_llama(), config)).logits[kept]
     error = (run(halved(bft_hf.patch(tiny_llama(), config), dtype)).logits[kept].float() - expected).abs().max()
@@ -200,12 +200,12 @@ def test_half_precision_follows_float32_whatever_q(
 def test_generation_in_half_precision_agrees_with_the_row_alone(
     dtype: torch.dtype, tiny_llama: Callable[..., Any]
 ) -> None:
-    model = halved(bft_hf.patch(tiny_llama()), dtype)
+    model = halved(bft_hf.patch(tiny_llama(), BFTConfig.unit()), dtype)
     positions = (MASK.cumsum(-1) - 1).clamp_min(0)
     with torch.no_grad():
         padded = model(input_ids=IDS, attention_mask=MASK, position_ids=positions).logits[0, 6:].float()
         alone = model(input_ids=IDS[:1, 6:]).logits[0].float()
-        exact = bft_hf.patch(tiny_llama())(input_ids=IDS[:1, 6:]).logits[0]
+        exact = bft_hf.patch(tiny_llama(), BFTConfig.unit())(input_ids=IDS[:1, 6:]).logits[0]
     assert (padded - alone).abs().max() < 2 * (alone - exact).abs().max() + 1e-3
 
 
@@ -238,7 +238,7 @@ def test_autocast_keeps_the_filter_in_float32(name: str, dtype: torch.dtype, tin
 
 
 def test_coefficients_made_under_autocast_are_those_made_outside(tiny_llama: Callable[..., Any]) -> None:
-    first, second = bft_hf.patch(tiny_llama()), bft_hf.patch(tiny_llama())
+    first, second = bft_hf.patch(tiny_llama(), BFTConfig.unit()), bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run(first)  # fills the cache
     with bft_hf.record(first) as one, bft_hf.record(second) as other:
@@ -254,7 +254,7 @@ def test_sample_sizes_and_tau_under_autocast_are_near_float32s(
 ) -> None:
     """Scores of a few units, rounded to bfloat16, would be off by a hundredth and the weights with them."""
     model = bft_hf.patch(
-        tiny_llama(num_hidden_layers=1), BFTConfig(effective_sample_size=sample_size, initial_precision="mlp")
+        tiny_llama(num_hidden_layers=1), BFTConfig.unit(effective_sample_size=sample_size, initial_precision="mlp")
     )
     captured: dict[str, torch.Tensor] = {}
     attention = bft_hf.attention.KrigingCall.read
@@ -280,7 +280,7 @@ def test_sample_sizes_and_tau_under_autocast_are_near_float32s(
 
 
 def test_autocast_computes_the_jacobian_in_float32(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     seen: dict[str, torch.Tensor] = {}
     layer = model.model.layers[0]
     layer.post_attention_layernorm.register_forward_pre_hook(lambda _, args: seen.update(residual=args[0]))
@@ -302,7 +302,7 @@ def test_autocast_computes_the_jacobian_in_float32(tiny_llama: Callable[..., Any
 
 
 def test_training_under_autocast_gives_every_parameter_a_float32_gradient(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama()).train()
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit()).train()
     labels = IDS.masked_fill(MASK == 0, -100)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(input_ids=IDS, attention_mask=MASK, labels=labels).loss
@@ -318,7 +318,7 @@ def test_training_under_autocast_gives_every_parameter_a_float32_gradient(tiny_l
 
 
 def test_float64_model_computes_in_float64() -> None:
-    model = bft_hf.patch(make_tiny_llama(dtype=torch.float64)).double()
+    model = bft_hf.patch(make_tiny_llama(dtype=torch.float64), BFTConfig.unit()).double()
     with bft_hf.record(model) as trace:
         output = run(model)
     assert output.logits.dtype == torch.float64

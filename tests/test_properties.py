@@ -11,7 +11,7 @@ from bft_hf import BFTConfig
 
 @pytest.mark.parametrize("granularity", ["token", "channel"])
 def test_a_zero_output_projection_leaves_everything_finite(granularity: str) -> None:
-    model = bft_hf.patch(make_tiny_llama(), BFTConfig(granularity=granularity, observation_units="absolute"))
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit(granularity=granularity, observation_units="absolute"))
     with torch.no_grad():
         model.model.layers[1].self_attn.o_proj.weight.zero_()
         model.model.layers[2].self_attn.o_proj.weight[3] = 0
@@ -25,7 +25,7 @@ def test_a_zero_output_projection_leaves_everything_finite(granularity: str) -> 
 
 @pytest.mark.parametrize("initial_precision", ["table", "mlp"])
 def test_initial_precision_varies_by_token(initial_precision: str) -> None:
-    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision=initial_precision))
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit(initial_precision=initial_precision))
     with torch.no_grad():
         for name, parameter in bft_hf.bft_parameters(model).items():
             if "initial" in name:
@@ -39,17 +39,17 @@ def test_initial_precision_varies_by_token(initial_precision: str) -> None:
 
 
 def test_a_table_needs_ids_and_says_so() -> None:
-    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="table"))
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit(initial_precision="table"))
     embeddings = model.get_input_embeddings()(torch.tensor([[5, 9]]))
     with pytest.raises(ValueError, match="pass input_ids"):
         model(inputs_embeds=embeddings)
     bft_hf.unpatch(model)
-    bft_hf.patch(model, BFTConfig(initial_precision="mlp"))
+    bft_hf.patch(model, BFTConfig.unit(initial_precision="mlp"))
     assert torch.equal(model(inputs_embeds=embeddings).logits, model(torch.tensor([[5, 9]])).logits)
 
 
 def test_a_table_follows_the_vocabulary() -> None:
-    model = bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="table"))
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit(initial_precision="table"))
     with torch.no_grad():
         model.model.layers[0].bft.log_initial_precision += torch.arange(128) / 100
     before = model.model.layers[0].bft.log_initial_precision.detach().clone()
@@ -68,14 +68,14 @@ def test_patching_leaves_the_random_state_alone() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    bft_hf.patch(make_tiny_llama(), BFTConfig(initial_precision="mlp"))
+    bft_hf.patch(make_tiny_llama(), BFTConfig.unit(initial_precision="mlp"))
     assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_values_with_a_large_mean_move_the_gain_little(dtype: torch.dtype) -> None:
     """The expanded square loses all digits of RSS here, but an error e of RSS / m2 moves K by at most lam e / n."""
-    model = bft_hf.patch(make_tiny_llama(attention_bias=True))
+    model = bft_hf.patch(make_tiny_llama(attention_bias=True), BFTConfig.unit())
     ids = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         value = model.model.layers[0].self_attn.v_proj
@@ -94,7 +94,7 @@ def test_values_with_a_large_mean_move_the_gain_little(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("initial_precision", ["constant", "mlp"])
 def test_a_model_patched_on_the_meta_device_takes_its_tensors_later(initial_precision: str) -> None:
-    config = BFTConfig(initial_precision=initial_precision)
+    config = BFTConfig.unit(initial_precision=initial_precision)
     model = bft_hf.patch(make_tiny_llama(), config)
     with torch.device("meta"):
         empty = bft_hf.patch(type(model)(model.config), config)
@@ -105,7 +105,9 @@ def test_a_model_patched_on_the_meta_device_takes_its_tensors_later(initial_prec
     assert torch.equal(empty.eval()(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("config", [BFTConfig(), BFTConfig.identity(), BFTConfig(initial_process_noise=100.0)])
+@pytest.mark.parametrize(
+    "config", [BFTConfig.unit(), BFTConfig.identity(), BFTConfig.unit(initial_process_noise=100.0)]
+)
 def test_key_biases_are_shifted_to_lie_near_zero(config: BFTConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """log lam_bar itself is about -9 at the identity start, which would cost a bfloat16 key a digit of every score."""
     model = bft_hf.patch(make_tiny_llama(), config)

@@ -53,8 +53,8 @@ def test_identity_start_is_the_plain_model(kind: str, granularity: str, units: s
     model, inputs = make(kind), batch(kind)
     fields = {"granularity": granularity, "observation_units": units, "effective_sample_size": "exact"}
     near = distance(model, BFTConfig.identity(**fields), inputs)
-    nearer = distance(model, BFTConfig(**fields, initial_precision_value=1e-7, initial_process_noise=1e7), inputs)
-    unit = distance(model, BFTConfig(**fields), inputs)
+    nearer = distance(model, BFTConfig.unit(**fields, initial_precision_value=1e-7, initial_process_noise=1e7), inputs)
+    unit = distance(model, BFTConfig.unit(**fields), inputs)
     assert near < (1e-2 if units == "relative" else 1e-1)
     assert nearer < 2e-2 * near
     assert unit > 2e-2 and unit > 3 * near

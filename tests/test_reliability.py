@@ -12,11 +12,11 @@ import bft_hf
 from bft_hf import BFTConfig
 
 CONFIGS = {
-    "default": BFTConfig(),
-    "exact": BFTConfig(effective_sample_size="exact"),
-    "no-kriging": BFTConfig(kriging=False),
-    "channel": BFTConfig(granularity="channel"),
-    "neighbours": BFTConfig(prior_scale="neighbours", observation_units="absolute"),
+    "unit": BFTConfig.unit(),
+    "exact": BFTConfig.unit(effective_sample_size="exact"),
+    "no-kriging": BFTConfig.unit(kriging=False),
+    "channel": BFTConfig.unit(granularity="channel"),
+    "neighbours": BFTConfig.unit(prior_scale="neighbours", observation_units="absolute"),
 }
 
 
@@ -54,7 +54,7 @@ def test_one_changes_nothing_and_a_half_something(config: BFTConfig) -> None:
 
 
 def test_a_row_without_anything_reliable_keeps_its_hidden_state_and_precision() -> None:
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     ids, _ = prompt()
     with bft_hf.record(model) as trace:
         logits = model(ids, token_reliability=torch.zeros(2, 12)).logits
@@ -65,7 +65,7 @@ def test_a_row_without_anything_reliable_keeps_its_hidden_state_and_precision() 
 
 
 def test_gradients_stay_finite_with_hidden_keys() -> None:
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     ids, reliability = prompt()
     reliability[1] = 0
     model(ids, token_reliability=reliability, labels=ids).loss.backward()
@@ -90,7 +90,7 @@ def test_cached_decoding_equals_one_pass(config: BFTConfig, static: bool) -> Non
 
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_hides_the_prompt_tokens_at_every_step(stories260k: Any, beams: int) -> None:
-    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(stories260k))
+    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(stories260k), BFTConfig.unit())
     ids = torch.randint(3, 512, (2, 12), generator=torch.Generator().manual_seed(1))
     reliability = torch.ones(2, 12)
     reliability[:, 2:9] = 0
@@ -108,7 +108,7 @@ def test_generate_hides_the_prompt_tokens_at_every_step(stories260k: Any, beams:
 
 
 def test_wrong_shape_or_range_is_named() -> None:
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     ids, reliability = prompt()
     with pytest.raises(ValueError, match=r"shape \(2, 11\).*\(2, 12\)"):
         model(ids, token_reliability=reliability[:, 1:])
@@ -118,7 +118,7 @@ def test_wrong_shape_or_range_is_named() -> None:
 
 
 def test_an_unpatched_model_does_not_take_it() -> None:
-    model = bft_hf.unpatch(bft_hf.patch(make_tiny_llama()))
+    model = bft_hf.unpatch(bft_hf.patch(make_tiny_llama(), BFTConfig.unit()))
     ids, reliability = prompt()
     with pytest.raises(ValueError, match="token_reliability"):
         model.generate(ids, token_reliability=reliability, max_new_tokens=2)

@@ -40,7 +40,7 @@ def test_resumed_training_is_bit_equal_to_one_piece(reloaded: bool, tmp_path: Pa
         return values(model), losses(trainer)
 
     def fresh() -> Any:
-        return bft_hf.patch(make_tiny_llama(attention_dropout=0.2))
+        return bft_hf.patch(make_tiny_llama(attention_dropout=0.2), BFTConfig.unit())
 
     checkpoint = tmp_path / "run" / "checkpoint-3"
     whole, history = finish(fresh(), None)
@@ -56,7 +56,12 @@ def test_resumed_training_is_bit_equal_to_one_piece(reloaded: bool, tmp_path: Pa
 
 def patched_checkpoint(folder: Path, **options: Any) -> str:
     trainer = make_trainer(
-        bft_hf.patch(make_tiny_llama()), folder, max_steps=2, save_strategy="steps", save_steps=2, **options
+        bft_hf.patch(make_tiny_llama(), BFTConfig.unit()),
+        folder,
+        max_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        **options,
     )
     trainer.train()
     return str(folder / "checkpoint-2")
@@ -94,7 +99,7 @@ def test_resuming_a_patched_checkpoint_unpatched_is_refused(kind: str, save_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_a_plain_checkpoint_patched_is_refused(kind: str, save_only_model: bool, tmp_path: Path) -> None:
     of_kind(kind, make_tiny_llama(), tmp_path, max_steps=2, save_only_model=save_only_model).train()
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     start = values(model)
     trainer = of_kind(kind, model, tmp_path, max_steps=4)
     with pytest.raises(ValueError, match="is of a plain model") as error:
@@ -112,31 +117,31 @@ def test_plain_training_resumes_as_ever(tmp_path: Path) -> None:
 def test_a_checkpoint_without_a_configuration_is_left_to_the_loader(tmp_path: Path) -> None:
     """FSDP's and DeepSpeed's sharded folders hold none: nothing can be said of them."""
     check_resume(tmp_path, None)
-    check_resume(tmp_path, BFTConfig())
+    check_resume(tmp_path, BFTConfig.unit())
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="is of a plain model"):
-        check_resume(tmp_path, BFTConfig())
+        check_resume(tmp_path, BFTConfig.unit())
 
 
 def test_checkpoints_without_tau_and_q_of_their_own_resume_patched(tmp_path: Path) -> None:
     """A patch without parameters, and an adapter that leaves tau and Q frozen, are patched all the same."""
-    config = BFTConfig(gain=False, kriging=False)
+    config = BFTConfig.unit(gain=False, kriging=False)
     model = bft_hf.patch(make_tiny_llama(), config)
     assert not bft_hf.bft_parameters(model)
     model.save_pretrained(tmp_path / "whole")
     check_resume(tmp_path / "whole", config)
     with pytest.raises(ValueError, match=r"bft_hf\.patch"):
         check_resume(tmp_path / "whole", None)
-    adapted = get_peft_model(bft_hf.patch(make_tiny_llama()), LoraConfig(r=2, task_type="CAUSAL_LM"))
+    adapted = get_peft_model(bft_hf.patch(make_tiny_llama(), BFTConfig.unit()), LoraConfig(r=2, task_type="CAUSAL_LM"))
     adapted.save_pretrained(tmp_path / "adapter")
-    check_resume(tmp_path / "adapter", BFTConfig())
+    check_resume(tmp_path / "adapter", BFTConfig.unit())
 
 
 def test_checkpoint_folder_of_the_trainer_is_complete(tmp_path: Path) -> None:
     """transformers #46165: a model's own files were missing from checkpoints, though not from the final save."""
     checkpoint = Path(patched_checkpoint(tmp_path))
     written = json.loads((checkpoint / "config.json").read_text())
-    assert written["bft_config"] == BFTConfig().to_dict()
+    assert written["bft_config"] == BFTConfig.unit().to_dict()
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert bft_hf.get_config(model) == BFTConfig()
+    assert bft_hf.get_config(model) == BFTConfig.unit()
     assert len(bft_hf.bft_parameters(model)) == 3 and all(p.item() for p in bft_hf.bft_parameters(model).values())

@@ -65,7 +65,7 @@ def test_moments_by_the_direct_form(seed: int, granularity: str) -> None:
 @pytest.mark.parametrize("units", ["relative", "absolute"])
 def test_equal_weights_observe_what_softmax_attention_does(granularity: str, units: str) -> None:
     """With weights of 1 / n the plain mean is the estimate, so both estimators have to agree."""
-    config = BFTConfig(granularity=granularity, observation_units=units, prior_degrees_of_freedom=2.5)
+    config = BFTConfig.unit(granularity=granularity, observation_units=units, prior_degrees_of_freedom=2.5)
     visible, value, output_weight = causal(5), draw(0, 2, 3, 5, 4), draw(1, 12, 12)
     weights = (visible / visible.sum(-1, keepdim=True)).double().unsqueeze(1).expand(2, 3, -1, -1)
     estimate = weights @ value
@@ -105,7 +105,7 @@ def test_no_weight_at_all_is_no_observation() -> None:
     value, output_weight = draw(0, 1, 2, 3, 4), draw(1, 8, 8)
     for granularity in ("token", "channel"):
         for units in ("relative", "absolute"):
-            config = BFTConfig(granularity=granularity, observation_units=units)
+            config = BFTConfig.unit(granularity=granularity, observation_units=units)
             moments = sandwich.moments(weights, value, sandwich.equal_shares(causal(3), torch.float64), granularity)
             scale = torch.ones(1, 3, 2, 4, dtype=torch.float64)
             precision = sandwich.observe(moments, config, scale, output_weight).precision

@@ -68,7 +68,7 @@ def test_saved_tensors_are_those_listed(benchmark: ModuleType) -> None:
 
 @pytest.mark.parametrize("estimator", ["probe", "exact"])
 def test_what_is_kept_grows_with_tokens_not_with_their_square(benchmark: ModuleType, estimator: str) -> None:
-    config = BFTConfig(effective_sample_size=estimator)
+    config = BFTConfig.unit(effective_sample_size=estimator)
     short, long = (a_layer_keeps(benchmark.kept, True, tokens, config) for tokens in (32, 128))
     assert long == pytest.approx(short, abs=COEFFICIENTS / 32)
 

@@ -20,7 +20,7 @@ def make_rows(lengths=((9, 3), (20, 5), (6, 6), (12, 1))):
 
 @pytest.fixture
 def patched(tiny_llama):
-    return bft_hf.patch(tiny_llama(dtype=torch.float64))
+    return bft_hf.patch(tiny_llama(dtype=torch.float64), bft_hf.BFTConfig.unit())
 
 
 def by_hand(model, row):
@@ -73,12 +73,12 @@ def test_a_plain_model_has_losses_and_no_precision(tiny_llama):
     for row, score in zip(rows, scored, strict=True):
         assert score.loss == pytest.approx(by_hand(plain, row)["loss"], rel=1e-4)
         assert score.precision is None and score.gain is None and score.mean_gain is None
-    other = score_rows(bft_hf.patch(plain), rows, progress=False)
+    other = score_rows(bft_hf.patch(plain, bft_hf.BFTConfig.unit()), rows, progress=False)
     assert other[0].loss != pytest.approx(scored[0].loss, rel=1e-3)
 
 
 def test_precision_by_channel_is_averaged(tiny_llama):
-    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig(granularity="channel"))
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit(granularity="channel"))
     row = make_rows()[1]
     with bft_hf.record(model) as trace, torch.no_grad():
         model(torch.tensor([row["input_ids"]]))
@@ -166,7 +166,7 @@ def test_adapters_are_scored_as_they_run(patched, kind):
 
 
 def test_bfloat16_autocast_is_near(tiny_llama):
-    model, rows = bft_hf.patch(tiny_llama()), make_rows()
+    model, rows = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit()), make_rows()
     exact = score_rows(model, rows, progress=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         rounded = score_rows(model, rows, progress=False)

@@ -164,7 +164,7 @@ def test_plain_model_is_grouped_as_trl_does(make_arm: Any, tiny_llama: Any, toke
 def test_log_q_moves_in_a_hundred_steps(
     rate: float | None, low: float, high: float, tmp_path: Path, tiny_llama: Any, tokenizer: Any
 ) -> None:
-    model = bft_hf.patch(tiny_llama(vocab_size=512))
+    model = bft_hf.patch(tiny_llama(vocab_size=512), bft_hf.BFTConfig.unit())
     start = {name: p.detach().clone() for name, p in bft_hf.bft_parameters(model).items()}
     config = BFTSFTConfig(
         str(tmp_path),
@@ -239,7 +239,7 @@ def test_defaults_follow_the_device(tmp_path: Path) -> None:
 def test_layer_state_reads_tau_q_and_gain(tiny_llama: Any, tokenizer: Any, questions: Dataset) -> None:
     from bft_hf.recipes.questions import tokenize_questions
 
-    config = bft_hf.BFTConfig(initial_precision_value=2.0, initial_process_noise=3.0, layers=(1, 2))
+    config = bft_hf.BFTConfig.unit(initial_precision_value=2.0, initial_process_noise=3.0, layers=(1, 2))
     model = bft_hf.patch(tiny_llama(vocab_size=512), config)
     rows = list(tokenize_questions(questions, tokenizer).select(range(3)))
     state = layer_state(model, tokenizer, rows)
@@ -258,7 +258,7 @@ def test_layer_state_reads_tau_q_and_gain(tiny_llama: Any, tokenizer: Any, quest
 def test_parameter_counts(tiny_llama: Any, make_arm: Any, tokenizer: Any) -> None:
     plain = count_parameters(tiny_llama(vocab_size=512))
     assert plain["bft"] == 0 and plain["total"] == plain["trainable"]
-    patched = count_parameters(bft_hf.patch(tiny_llama(vocab_size=512)))
+    patched = count_parameters(bft_hf.patch(tiny_llama(vocab_size=512), bft_hf.BFTConfig.unit()))
     assert patched["bft"] == 3 and patched["total"] == plain["total"] + 3
     adapted = count_parameters(make_trainer(make_arm("bft", *LORA), tiny_llama(vocab_size=512), tokenizer).model)
     assert adapted["bft"] == 3 and adapted["bft_share"] == patched["bft_share"]

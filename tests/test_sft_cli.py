@@ -95,7 +95,7 @@ def test_a_run_leaves_results_model_and_card(
         counts, before, after = (results[key] for key in ("parameters", "layers_before", "layers_after"))
         assert counts["bft"] == 2 and 0 < counts["bft_share"] < 1e-3
         assert [layer["layer"] for layer in after["layers"]] == [0, 1]
-        assert before["layers"][0]["process_noise"] == pytest.approx(1.0) != after["layers"][0]["process_noise"]
+        assert before["layers"][0]["process_noise"] == pytest.approx(100.0) != after["layers"][0]["process_noise"]
         assert all(0 < layer["gain"] < 1 for layer in after["layers"])
         # What was trained is what is loaded.
         values = {name: p.exp().item() for name, p in bft_hf.bft_parameters(model).items()}
@@ -313,7 +313,8 @@ def test_bft_start_is_chosen_by_flags_or_file(tmp_path: Path) -> None:
     file.write_text(bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False).to_json_string())
     config = sft.bft_config(first_look(["--bft_config", str(file), "--initial_precision", "0.1"]).arguments)
     assert config == bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False, initial_precision_value=0.1)
-    assert sft.bft_config(first_look(["--process_noise", "100"]).arguments).initial_process_noise == 100.0
+    assert sft.bft_config(first_look(["--process_noise", "7"]).arguments).initial_process_noise == 7.0
+    assert sft.bft_config(first_look([]).arguments) == bft_hf.BFTConfig()
 
 
 def test_resume_goes_on_and_the_wrong_kind_is_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -400,7 +401,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "flag.yaml": "nosie: 0.3\n",
         "value.yaml": "noise: much\n",
         "field.json": '{"gian": true}',
-        "layer.json": bft_hf.BFTConfig(layers=(7,)).to_json_string(),
+        "layer.json": bft_hf.BFTConfig.unit(layers=(7,)).to_json_string(),
         "full/notes.txt": "mine",
         "empty/notes.txt": "no config.json",
     }

@@ -32,9 +32,11 @@ def ids(tokens, seed=0):
 def test_profile_is_that_of_the_weights(tiny_llama, patched):
     model = tiny_llama()
     rows = [ids(24, seed) for seed in range(2)]
-    reference = bft_hf.patch(tiny_llama())  # its plain weights are a plain model's only in the first layer
+    reference = bft_hf.patch(
+        tiny_llama(), bft_hf.BFTConfig.unit()
+    )  # its plain weights are a plain model's only in the first layer
     if patched:
-        bft_hf.patch(model)
+        bft_hf.patch(model, bft_hf.BFTConfig.unit())
     found = profile(model, rows)
     assert found.first_token.shape == (2, 3, 4, 24)
     assert (found.gain is None) == (not patched) and found.gate is None
@@ -55,7 +57,7 @@ def test_profile_is_that_of_the_weights(tiny_llama, patched):
 
 @pytest.mark.parametrize("form", [None, *FORMS])
 def test_a_prefix_by_itself_gives_what_it_gives_within(tiny_llama, form):
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     if form:
         add_gates(model, form, std=1.0)
     whole, alone = (profile(model, [ids(40)[:length]]) for length in (40, 16))
@@ -102,7 +104,7 @@ def test_per_doubling_is_a_slope_and_correlation_is_pearsons():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("patched", [False, True])
 def test_gates_multiply_the_output_of_attention(tiny_llama, form, patched):
-    model = bft_hf.patch(tiny_llama()) if patched else tiny_llama()
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit()) if patched else tiny_llama()
     row = ids(12)[None]
     plain = model(row).logits
     seen, inputs, outputs = {}, {}, {}
@@ -130,7 +132,7 @@ def test_gates_multiply_the_output_of_attention(tiny_llama, form, patched):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_are_trained(tiny_llama, form):
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), bft_hf.BFTConfig.unit())
     add_gates(model, form)
     row = ids(12)[None]
     model(row, labels=row).loss.backward()
@@ -209,7 +211,7 @@ def test_command_measures_plain_and_patched(model_dir, text, tmp_path, capsys):
     assert "gain" not in result["by_length"]["plain"][0] and "gate" not in result["by_length"]["patched"][0]
     last = result["by_length"]["patched"][-1]
     assert f"{sum(last['gain']) / 2:.3g}" in said and "per doubling" in said
-    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir))
+    model = bft_hf.patch(AutoModelForCausalLM.from_pretrained(model_dir), bft_hf.BFTConfig.unit())
     tokens = byte_tokenizer()("The quick brown fox jumps over the lazy dog. " * 20 + "\n")["input_ids"]
     assert tokens[0] == 1
     starts = torch.randint(0, len(tokens) - 1 - 127 + 1, (2,), generator=torch.Generator().manual_seed(42)).tolist()

@@ -60,7 +60,7 @@ def answer_nll(model: Any, rows: list[dict[str, Any]], batch_size: int = 10) -> 
 def test_new_parameters_are_few(smollm2: tuple[Any, Any]) -> None:
     model, _ = smollm2
     before = sum(parameter.numel() for parameter in model.parameters())
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     added = sum(parameter.numel() for parameter in model.parameters()) - before
     assert 0 < added == 30 < 1e-3 * before
 
@@ -70,7 +70,7 @@ def test_identity_start_keeps_the_answer_nll(smollm2: tuple[Any, Any], questions
     model, _ = smollm2
     plain = answer_nll(model, questions)
     found = {}
-    for name, config in {"identity": BFTConfig.identity(), "unit": BFTConfig()}.items():
+    for name, config in {"identity": BFTConfig.identity(), "unit": BFTConfig.unit()}.items():
         with bft_hf.patched(model, config):
             found[name] = answer_nll(model, questions)
     print(f"\nanswer NLL on 100 questions: plain {plain:.4f}, " + ", ".join(f"{n} {v:.4f}" for n, v in found.items()))
@@ -103,7 +103,7 @@ def test_bfloat16_keeps_the_residual_stream_and_comes_back(
 @torch.inference_mode()
 def test_left_padded_row_equals_the_row_alone(smollm2: tuple[Any, Any], questions: list[dict[str, Any]]) -> None:
     model, _ = smollm2
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     batch = left_padded([questions[-1], questions[-40]])
     batch.pop("labels")
     length = int(batch["attention_mask"][0].sum())
@@ -131,7 +131,7 @@ def test_float64_agrees_with_the_oracle(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     text = "The Normans were the people who in the 10th and 11th centuries gave their name to Normandy"
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :14]
-    bft_hf.patch(model)
+    bft_hf.patch(model, BFTConfig.unit())
     try:
         model.double()
         with torch.no_grad(), bft_hf.record(model) as trace:

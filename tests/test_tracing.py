@@ -24,7 +24,7 @@ def fields(trace: Trace) -> dict[str, list[torch.Tensor]]:
 
 
 def test_every_field_is_a_list_by_layer_of_detached_tensors(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         output = model(IDS)
     assert output.logits.requires_grad
@@ -38,7 +38,7 @@ def test_every_field_is_a_list_by_layer_of_detached_tensors(tiny_llama: Callable
 
 
 def test_fields_satisfy_the_method(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(initial_precision_value=0.5, initial_process_noise=2.0))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(initial_precision_value=0.5, initial_process_noise=2.0))
     with bft_hf.record(model) as trace:
         model(IDS)
     for layer in range(3):
@@ -54,7 +54,7 @@ def test_fields_satisfy_the_method(tiny_llama: Callable[..., Any]) -> None:
 
 
 def test_recording_changes_no_logit(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     expected = model(IDS).logits
     with bft_hf.record(model):
         assert torch.equal(model(IDS).logits, expected)
@@ -62,14 +62,14 @@ def test_recording_changes_no_logit(tiny_llama: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("model_class", [LlamaModel, LlamaForSequenceClassification])
 def test_other_heads_record_alike(model_class: type, tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(model_class=model_class))
+    model = bft_hf.patch(tiny_llama(model_class=model_class), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         model(IDS)
     assert len(trace.gain) == 3 and trace.gain[0].shape == (2, 9)
 
 
 def test_recorded_layers_are_the_patched_ones(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(layers=(0, 2)))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(layers=(0, 2)))
     with bft_hf.record(model) as trace:
         model(IDS)
     assert trace.layers == [0, 2] and len(trace.gain) == 2
@@ -77,7 +77,7 @@ def test_recorded_layers_are_the_patched_ones(tiny_llama: Callable[..., Any]) ->
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_fields_grow_under_generate(cache: str, tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         ids = model.generate(IDS, max_new_tokens=5, min_new_tokens=5, do_sample=False, cache_implementation=cache)
     assert ids.shape == (2, 14)
@@ -95,7 +95,7 @@ def test_left_padding_has_gain_zero_and_keeps_its_precision(tiny_llama: Callable
     mask = torch.ones_like(IDS)
     mask[0, :3] = 0
     for implementation in ("sdpa", "eager"):
-        model = bft_hf.patch(tiny_llama(attn_implementation=implementation))
+        model = bft_hf.patch(tiny_llama(attn_implementation=implementation), BFTConfig.unit())
         with bft_hf.record(model) as trace:
             model(IDS, attention_mask=mask)
         for layer in range(3):
@@ -105,7 +105,7 @@ def test_left_padding_has_gain_zero_and_keeps_its_precision(tiny_llama: Callable
 
 
 def test_nested_records_each_hold_their_own_passes(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as outer:
         model(IDS[:, :4])
         with bft_hf.record(model) as inner:
@@ -120,7 +120,7 @@ def test_nested_records_each_hold_their_own_passes(tiny_llama: Callable[..., Any
 
 def test_equal_nested_records_end_one_at_a_time(tiny_llama: Callable[..., Any]) -> None:
     """Two empty traces compare equal; the inner one's end must not take the outer one away."""
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as outer:
         with bft_hf.record(model) as inner:
             pass
@@ -129,7 +129,7 @@ def test_equal_nested_records_end_one_at_a_time(tiny_llama: Callable[..., Any]) 
 
 
 def test_two_models_record_apart(tiny_llama: Callable[..., Any]) -> None:
-    first, second = bft_hf.patch(tiny_llama()), bft_hf.patch(tiny_llama(seed=1))
+    first, second = bft_hf.patch(tiny_llama(), BFTConfig.unit()), bft_hf.patch(tiny_llama(seed=1), BFTConfig.unit())
     with bft_hf.record(first) as trace:
         second(IDS)
         assert not trace.gain
@@ -138,7 +138,7 @@ def test_two_models_record_apart(tiny_llama: Callable[..., Any]) -> None:
 
 
 def test_an_exception_ends_the_recording(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with pytest.raises(IndexError), bft_hf.record(model) as trace:
         model(IDS).logits[9]
     before = trace.gain[0]
@@ -150,7 +150,7 @@ def test_an_exception_ends_the_recording(tiny_llama: Callable[..., Any]) -> None
 
 
 def test_nothing_is_kept_after_the_block(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         model(IDS)
     gone = weakref.ref(trace)
@@ -162,7 +162,7 @@ def test_nothing_is_kept_after_the_block(tiny_llama: Callable[..., Any]) -> None
 def test_without_a_record_no_trace_and_no_stream_is_kept(
     tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     streams = []
     start = bft_hf.stream.Stream.__init__
 
@@ -184,7 +184,7 @@ def test_without_a_record_no_trace_and_no_stream_is_kept(
 def test_without_a_record_the_last_layers_jacobian_is_not_computed(
     tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     calls = []
     mean = bft_hf.filter.gated_jacobian
     monkeypatch.setattr(bft_hf.filter, "gated_jacobian", lambda *args: calls.append(1) or mean(*args))
@@ -198,13 +198,13 @@ def test_without_a_record_the_last_layers_jacobian_is_not_computed(
 def test_a_plain_model_is_refused_and_names_patch(tiny_llama: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"bft_hf\.patch"), bft_hf.record(tiny_llama()):
         pass
-    unpatched = bft_hf.unpatch(bft_hf.patch(tiny_llama()))
+    unpatched = bft_hf.unpatch(bft_hf.patch(tiny_llama(), BFTConfig.unit()))
     with pytest.raises(ValueError, match=r"bft_hf\.patch"), bft_hf.record(unpatched):
         pass
 
 
 def test_batches_of_two_sizes_in_one_record_are_refused(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model):
         model(IDS)
         with pytest.raises(ValueError, match="batch"):
@@ -213,7 +213,7 @@ def test_batches_of_two_sizes_in_one_record_are_refused(tiny_llama: Callable[...
 
 
 def test_a_model_copied_while_recording_does_not_write_into_the_originals_trace(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         other = copy.deepcopy(model)
         other(IDS)
@@ -223,18 +223,18 @@ def test_a_model_copied_while_recording_does_not_write_into_the_originals_trace(
 
 
 def test_bfloat16_model_records_float32() -> None:
-    model = bft_hf.patch(make_tiny_llama(dtype=torch.bfloat16))
+    model = bft_hf.patch(make_tiny_llama(dtype=torch.bfloat16), BFTConfig.unit())
     with bft_hf.record(model) as trace:
         model(IDS)
     assert {value.dtype for values in fields(trace).values() for value in values} == {torch.float32}
 
 
 def test_switches_show_what_they_switch_off(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(gain=False))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(gain=False))
     with bft_hf.record(model) as trace:
         model(IDS)
     assert all((gain == 1).all() for gain in trace.gain)
-    model = bft_hf.patch(bft_hf.unpatch(model), BFTConfig(propagate=False))
+    model = bft_hf.patch(bft_hf.unpatch(model), BFTConfig.unit(propagate=False))
     with bft_hf.record(model) as trace:
         model(IDS)
     assert not trace.jacobian

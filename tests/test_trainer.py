@@ -62,7 +62,7 @@ def make_trainer(
     set_seed(0)
     model = make_tiny_llama()
     if METHODS[method].patched:
-        bft_hf.patch(model)
+        bft_hf.patch(model, bft_hf.BFTConfig.unit())
     config = BFTSFTConfig if kind is BFTSFTTrainer else SFTConfig
     args = config(output_dir=str(folder), **(QUIET | options))
     METHODS[method].configure(args)

@@ -76,7 +76,7 @@ def filter_steps(model: Any, start: dict[str, Tensor]) -> list[float]:
 
 
 def test_two_small_batches_accumulated_are_one_large_batch(tmp_path: Path) -> None:
-    models = [bft_hf.patch(make_tiny_llama()) for _ in range(3)]
+    models = [bft_hf.patch(make_tiny_llama(), BFTConfig.unit()) for _ in range(3)]
     start = values(models[0])
     large = make_trainer(models[0], tmp_path)
     small = make_trainer(models[1], tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
@@ -91,10 +91,10 @@ def test_two_small_batches_accumulated_are_one_large_batch(tmp_path: Path) -> No
 
 def test_clipping_sees_tau_and_q(tmp_path: Path) -> None:
     """The norm that Trainer logs and clips by holds the filter's gradients."""
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     batch = {"input_ids": torch.tensor(ROWS[:4]), "labels": torch.tensor(ROWS[:4])}
     data = Dataset.from_list([{"input_ids": row, "labels": row} for row in ROWS[:4]])
-    twin = bft_hf.patch(make_tiny_llama()).train()
+    twin = bft_hf.patch(make_tiny_llama(), BFTConfig.unit()).train()
     names = bft_hf.bft_parameters(twin).keys()
     for trained in (model, twin):  # few others train, so that they weigh in the norm
         for name, parameter in trained.named_parameters():
@@ -123,7 +123,7 @@ def test_clipping_sees_tau_and_q(tmp_path: Path) -> None:
 
 def test_bfloat16_autocast_trains_like_float32(tmp_path: Path) -> None:
     """autoresearch-mlx #3, lerobot #2146: float32 scalars lift the residual, or are rounded; here neither."""
-    full, mixed = (bft_hf.patch(make_tiny_llama()) for _ in range(2))
+    full, mixed = (bft_hf.patch(make_tiny_llama(), BFTConfig.unit()) for _ in range(2))
     start = values(full)
     dtypes: list[torch.dtype] = []
     mixed.model.layers[1].mlp.down_proj.register_forward_hook(lambda _, args, output: dtypes.append(output.dtype))
@@ -147,11 +147,15 @@ def test_neftune_noise_reaches_the_filter_in_training_alone(tmp_path: Path) -> N
         trainer.train()
         return model, trainer
 
-    for config in (BFTConfig(), BFTConfig(initial_precision="mlp"), BFTConfig(initial_precision="table")):
+    for config in (
+        BFTConfig.unit(),
+        BFTConfig.unit(initial_precision="mlp"),
+        BFTConfig.unit(initial_precision="table"),
+    ):
         (_, noisy), (_, plain) = run(5.0, config), run(None, config)
         assert all(map(math.isfinite, losses(noisy)))
         assert losses(noisy)[0] != pytest.approx(losses(plain)[0], abs=1e-4)
-    model, _ = run(5.0, BFTConfig())
+    model, _ = run(5.0, BFTConfig.unit())
     assert not model.get_input_embeddings()._forward_hooks
     ids = torch.tensor(ROWS[:2])
     assert torch.equal(model.eval()(ids).logits, model(ids).logits)
@@ -162,7 +166,7 @@ def test_neftune_noise_reaches_the_filter_in_training_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("kind", ["Trainer", "SFTTrainer", "BFTSFTTrainer"])
 def test_label_smoothing_is_the_textbooks(kind: str, tmp_path: Path) -> None:
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     options = {"output_dir": str(tmp_path), **QUIET, "label_smoothing_factor": 0.2}
     if kind == "Trainer":
         trainer = Trainer(model, TrainingArguments(**options), train_dataset=rows())
@@ -181,7 +185,7 @@ def test_label_smoothing_is_the_textbooks(kind: str, tmp_path: Path) -> None:
 
 def test_columns_are_kept_by_the_signature(tmp_path: Path) -> None:
     """transformers PR #27865: a lost signature made Trainer drop every column."""
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     data = rows().add_column("attention_mask", [[1] * 12] * 24).add_column("note", ["x"] * 24)
     trainer = make_trainer(model, tmp_path, data)
     assert set(next(iter(trainer.get_train_dataloader()))) == {"input_ids", "attention_mask", "labels"}
@@ -192,11 +196,13 @@ def test_reliability_is_a_column_of_the_data_set(tmp_path: Path) -> None:
 
     def run(reliability: list[float]) -> list[float]:
         data = rows().add_column("token_reliability", [reliability] * 24)
-        trainer = make_trainer(bft_hf.patch(make_tiny_llama()), tmp_path, data, remove_unused_columns=False)
+        trainer = make_trainer(
+            bft_hf.patch(make_tiny_llama(), BFTConfig.unit()), tmp_path, data, remove_unused_columns=False
+        )
         trainer.train()
         return losses(trainer)
 
-    plain = make_trainer(bft_hf.patch(make_tiny_llama()), tmp_path)
+    plain = make_trainer(bft_hf.patch(make_tiny_llama(), BFTConfig.unit()), tmp_path)
     plain.train()
     assert run([1.0] * 12) == pytest.approx(losses(plain), abs=1e-6)
     assert run([1.0] * 6 + [0.0] * 6) != pytest.approx(losses(plain), abs=1e-3)
@@ -206,7 +212,7 @@ def test_a_row_of_padding_alone_trains_without_nan(tmp_path: Path) -> None:
     """transformers PR #25284: rows that are all padding turn NaN."""
     data = rows().add_column("attention_mask", [[0] * 12 if i % 4 == 0 else [1] * 12 for i in range(24)])
     data = data.map(lambda row: {"labels": row["labels"] if row["attention_mask"][0] else [-100] * 12})
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     trainer = make_trainer(model, tmp_path, data, per_device_train_batch_size=8)
     trainer.train()
     assert all(map(math.isfinite, losses(trainer)))
@@ -215,7 +221,7 @@ def test_a_row_of_padding_alone_trains_without_nan(tmp_path: Path) -> None:
 
 def test_best_checkpoint_comes_back_with_its_tau_and_q(tmp_path: Path) -> None:
     """And with the Jacobian of its weights: what was derived from the last step's is dropped."""
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     trainer = make_trainer(
         model,
         tmp_path,
@@ -271,7 +277,7 @@ def documents() -> Dataset:
 @pytest.mark.filterwarnings("ignore:.*flash.*")
 def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp_path: Path) -> None:
     """trl #3910: without a flash kernel packed documents read each other."""
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     trainer = make_sft(model, tmp_path, documents(), per_device_train_batch_size=2, **options)
     batch = next(iter(trainer.get_train_dataloader()))
     assert "attention_mask" not in batch and (batch["position_ids"] == 0).sum() > 1
@@ -309,7 +315,7 @@ def test_packed_documents_train_as_they_would_apart(options: dict[str, Any], tmp
 def test_completion_only_loss_is_that_of_the_completion(completion_only: bool, tmp_path: Path) -> None:
     words = [[f"w{i}" for i in row] for row in ROWS]
     text = [{"prompt": " ".join(row[:5]) + " ", "completion": " ".join(row[5:])} for row in words]
-    model = bft_hf.patch(make_tiny_llama())
+    model = bft_hf.patch(make_tiny_llama(), BFTConfig.unit())
     tokens = tokenizer()
     tokens.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     arguments = {"output_dir": str(tmp_path), **QUIET, "max_steps": 3, "bf16": False, "gradient_checkpointing": False}
@@ -335,7 +341,7 @@ def test_patch_train_generate_unpatch_in_one_go(tmp_path: Path) -> None:
     model = make_tiny_llama()
     keys, classes = list(model.state_dict()), [type(module) for module in model.modules()]
     prompt = {"input_ids": torch.tensor(ROWS[:2]), "attention_mask": torch.ones(2, 12, dtype=torch.long)}
-    assert bft_hf.patch(model) is model
+    assert bft_hf.patch(model, BFTConfig.unit()) is model
     start = values(model)
     trainer = make_sft(model, tmp_path, rows(), learning_rate=1e-2, gradient_checkpointing=True)
     trainer.train()
@@ -392,7 +398,7 @@ def test_thirty_two_steps_follow_the_reference(fused: bool) -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
     )
-    bft_hf.patch(model).train()
+    bft_hf.patch(model, BFTConfig.unit()).train()
     state = {name: value.detach().double().requires_grad_() for name, value in model.named_parameters()}
     generator = torch.Generator().manual_seed(8)
     batches = torch.randint(3, vocabulary, (4, 3, 9), generator=generator)
@@ -447,7 +453,7 @@ def _reproducible() -> None:
 
 def test_frozen_reference_model_of_the_same_class_stays_plain(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     """Liger #242, #315 and PR #834: a patch of the class reached the reference model beside the one that trains."""
-    model, beside = bft_hf.patch(tiny_llama()), tiny_llama()
+    model, beside = bft_hf.patch(tiny_llama(), BFTConfig.unit()), tiny_llama()
     ids = torch.tensor(ROWS[:2])
     expected = beside(ids).logits
     make_trainer(model, tmp_path).train()

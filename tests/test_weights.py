@@ -177,7 +177,7 @@ def assert_fresh(model: Any, stale: list[torch.Tensor] | None = None) -> list[to
 @pytest.fixture(params=["token", "channel"])
 def model(request: pytest.FixtureRequest, tiny_llama: Callable[..., Any]) -> Any:
     """A patched model that has computed and cached its coefficients."""
-    patched = bft_hf.patch(tiny_llama(), BFTConfig(granularity=request.param))
+    patched = bft_hf.patch(tiny_llama(), BFTConfig.unit(granularity=request.param))
     assert_fresh(patched)
     return patched
 
@@ -207,7 +207,7 @@ def test_jacobian_after_fused_steps_is_the_derivative(tiny_llama: Callable[..., 
     """Against autograd, independently of any cache."""
     from reference import jacobian_diagonal
 
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     optimizer = torch.optim.AdamW(bft_hf.param_groups(model, 1e-2), fused=True)
     for _ in range(2):
         model(IDS, labels=IDS).loss.backward()
@@ -258,7 +258,7 @@ def test_writes_through_data_count_from_the_next_change_of_mode(model: Any) -> N
 
 def test_a_new_weight_at_a_freed_ones_address_renews_them(tiny_llama: Callable[..., Any]) -> None:
     """Allocators hand out the same address again, and every new tensor's version is 0."""
-    model = bft_hf.patch(tiny_llama())
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     projection = model.model.layers[0].mlp.up_proj
     memory = projection.weight.detach().numpy().copy()
     projection.weight = nn.Parameter(torch.from_numpy(memory))
@@ -301,7 +301,7 @@ def test_adapters_switched_merged_and_rescaled_renew_them(model: Any) -> None:
 
 
 def test_training_an_adapter_renews_them(tiny_llama: Callable[..., Any]) -> None:
-    adapted = lora(bft_hf.patch(tiny_llama()), modules_to_save=["bft"])
+    adapted = lora(bft_hf.patch(tiny_llama(), BFTConfig.unit()), modules_to_save=["bft"])
     optimizer = torch.optim.AdamW(bft_hf.param_groups(adapted, 1e-2), fused=True)
     shown = jacobians(adapted)
     for _ in range(2):
@@ -312,7 +312,7 @@ def test_training_an_adapter_renews_them(tiny_llama: Callable[..., Any]) -> None
 
 
 def test_output_weight_behind_absolute_units_is_renewed(tiny_llama: Callable[..., Any]) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(observation_units="absolute"))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(observation_units="absolute"))
     optimizer = torch.optim.AdamW([layer.self_attn.o_proj.weight for layer in model.model.layers], lr=0.05, fused=True)
 
     def observed(which: Any) -> list[torch.Tensor]:
@@ -340,7 +340,7 @@ def test_output_weight_behind_absolute_units_is_renewed(tiny_llama: Callable[...
 def test_what_an_evaluation_in_inference_mode_cached_serves_training(
     units: str, granularity: str, tiny_llama: Callable[..., Any]
 ) -> None:
-    model = bft_hf.patch(tiny_llama(), BFTConfig(granularity=granularity, observation_units=units))
+    model = bft_hf.patch(tiny_llama(), BFTConfig.unit(granularity=granularity, observation_units=units))
     fresh = copy.deepcopy(model)
     with torch.inference_mode():
         model(input_ids=IDS)
@@ -351,7 +351,7 @@ def test_what_an_evaluation_in_inference_mode_cached_serves_training(
 
 
 @pytest.mark.parametrize(
-    "config", [bft_hf.BFTConfig(), bft_hf.BFTConfig(granularity="channel", observation_units="absolute")]
+    "config", [bft_hf.BFTConfig.unit(), bft_hf.BFTConfig.unit(granularity="channel", observation_units="absolute")]
 )
 def test_values_kept_by_an_inference_mode_pass_serve_training(
     config: bft_hf.BFTConfig, tiny_llama: Callable[..., Any]

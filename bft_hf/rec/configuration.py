@@ -16,14 +16,15 @@ FIRST_ITEM = 1
 
 
 def filter_defaults(**overrides: Any) -> BFTConfig:
-    """The filter's settings for recommenders: one precision a channel, tau by item, and Kish's n exactly.
+    """The filter's settings for recommenders: the unit start, one precision a channel, tau by item, and Kish's n exactly.
 
-    A recommender forms its attention weights anyway (histories are short), so nothing of them has to be estimated.
+    A recommender begins from random weights, so there is no function to keep, and forms its attention weights anyway
+    (histories are short), so nothing of them has to be estimated.
 
     Args:
         **overrides: fields of `BFTConfig` that shall differ.
     """
-    return BFTConfig(
+    return BFTConfig.unit(
         **{"granularity": "channel", "initial_precision": "table", "effective_sample_size": "exact", **overrides}
     )
 

@@ -90,7 +90,7 @@ def add_model(result: argparse.ArgumentParser) -> None:
 
 
 def add_filter(result: argparse.ArgumentParser) -> None:
-    """The flags that say how a plain model is patched, those of `bft-sft`."""
+    """The flags that say how a plain model is patched: those of `bft-sft`, but at the unit start, where a filter shows untrained."""
     start = result.add_argument_group("how a plain model is patched")
     add = start.add_argument
     add("--bft_config", metavar="FILE", help="A BFTConfig as a JSON file; the two flags below override it.")
@@ -209,7 +209,7 @@ def patch(model: Any, options: argparse.Namespace) -> bool:
         if asked:
             raise UsageError(f"--{asked[0]}: {options.model} is patched already, by its own settings: leave it out")
         return False
-    config = bft_config(question_arguments(options))
+    config = bft_config(question_arguments(options), default=bft_hf.BFTConfig.unit())
     with as_usage_error(f"{options.model}: ", ValueError, TypeError, NotImplementedError):
         bft_hf.patch(model, config)
     say(

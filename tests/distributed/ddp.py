@@ -19,16 +19,16 @@ ROWS = 4
 STEPS = 3
 
 JOBS: dict[str, tuple[BFTConfig, dict[str, Any]]] = {
-    "default": (BFTConfig(), {}),
-    "no gain": (BFTConfig(gain=False), {}),
-    "no kriging": (BFTConfig(kriging=False), {}),
-    "key precision": (BFTConfig(separate_key_precision=True), {}),
+    "default": (BFTConfig.unit(), {}),
+    "no gain": (BFTConfig.unit(gain=False), {}),
+    "no kriging": (BFTConfig.unit(kriging=False), {}),
+    "key precision": (BFTConfig.unit(separate_key_precision=True), {}),
     "checkpointing": (
-        BFTConfig(),
+        BFTConfig.unit(),
         {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     ),
-    "accumulation": (BFTConfig(), {"gradient_accumulation_steps": 2}),
-    "sft": (BFTConfig(), {}),
+    "accumulation": (BFTConfig.unit(), {"gradient_accumulation_steps": 2}),
+    "sft": (BFTConfig.unit(), {}),
 }
 
 

@@ -20,12 +20,12 @@ IDS = torch.randint(3, 128, (4, 11), generator=torch.Generator().manual_seed(31)
 STEPS = 3
 
 JOBS: dict[str, tuple[BFTConfig, dict[str, Any]]] = {
-    "default": (BFTConfig(), {}),
-    "channel, MLP": (BFTConfig(granularity="channel", initial_precision="mlp"), {}),
-    "Jacobian differentiated": (BFTConfig(differentiate_jacobian=True), {}),
-    "absolute units, table": (BFTConfig(observation_units="absolute", initial_precision="table"), {}),
-    "checkpointing": (BFTConfig(), {"use_reentrant": False}),
-    "modules within the layer": (BFTConfig(observation_units="absolute"), {"inner": ("self_attn", "mlp")}),
+    "default": (BFTConfig.unit(), {}),
+    "channel, MLP": (BFTConfig.unit(granularity="channel", initial_precision="mlp"), {}),
+    "Jacobian differentiated": (BFTConfig.unit(differentiate_jacobian=True), {}),
+    "absolute units, table": (BFTConfig.unit(observation_units="absolute", initial_precision="table"), {}),
+    "checkpointing": (BFTConfig.unit(), {"use_reentrant": False}),
+    "modules within the layer": (BFTConfig.unit(observation_units="absolute"), {"inner": ("self_attn", "mlp")}),
 }
 
 

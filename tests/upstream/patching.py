@@ -60,7 +60,7 @@ class Patcher(Seeds):
         import bft_hf
         from bft_hf import stream
 
-        self.config = bft_hf.BFTConfig(**settings)
+        self.config = bft_hf.BFTConfig.unit(**settings)
         self.mode = mode
         self.depth = 0
         for value in vars(modeling_llama).values():
