@@ -8,17 +8,14 @@
 Weights are random, shapes are the real models'. Each row: training step (forward, backward, AdamW; full or LoRA), prefill, or
 one decoded token with a cache: medians of `--repeats` pairs and the quartiles of the pairs' ratios. On a machine that is
 shared, `--clock cpu --threads 1` counts the time that the process had, not what it waited for. Peak memory is what the
-allocator held at most in a training step, weights and optimizer included: from torch's profiler on a CPU, where the number
-repeats to the byte, and from the allocator itself on a GPU.
+allocator held at most in a step, weights and optimizer included: from torch's profiler on a CPU, where the number
+repeats to the byte, and from the allocator itself on a GPU. `--memory prefill:1x8192` is that of a prefill.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -29,10 +26,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from workloads import DECODED, add_model_arguments, build, stepper
-
-import bft_hf
-from bft_hf import BFTConfig
+from workloads import DECODED, add_model_arguments, facts_of, stepper
 
 KINDS = ("train", "lora", "prefill", "decode")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -66,7 +60,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lora", type=_shape, nargs="*", default=[(2, 512)], help="LoRA on all projections")
     parser.add_argument("--prefill", type=_shape, nargs="*", default=[(2, 512), (1, 2048), (1, 8192)])
     parser.add_argument("--decode", type=_shape, nargs="*", default=[(1, 512), (8, 512)], help="batch x cached tokens")
-    parser.add_argument("--memory", type=_shape, nargs="*", default=[(2, 512)], help="of a training step")
+    parser.add_argument(
+        "--memory", type=_case, nargs="*", default=[("train", 2, 512)], help="of a step: 2x512, prefill:1x8192"
+    )
     parser.add_argument(
         "--lengths",
         nargs="*",
@@ -98,8 +94,10 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _case(text: str) -> tuple[Any, ...]:
-    kind, shape = text.split(":")
-    return kind, *_shape(shape)
+    kind, _, shape = text.rpartition(":")
+    if kind and kind not in KINDS:
+        raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(KINDS)}")
+    return kind or "train", *_shape(shape)
 
 
 def measure(arguments: argparse.Namespace, kind: str, batch: int, tokens: int) -> dict[str, Any]:
@@ -130,11 +128,11 @@ def measure(arguments: argparse.Namespace, kind: str, batch: int, tokens: int) -
     return row
 
 
-def memory_row(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[str, Any]:
-    """Peak memory of a training step in both arms, the second step, when the optimizer has its state."""
+def memory_row(arguments: argparse.Namespace, kind: str, batch: int, tokens: int) -> dict[str, Any]:
+    """Peak memory of a step in both arms; of the second step, when an optimizer has its state."""
     peaks = {}
     for arm in ("plain", "patched"):
-        step = stepper(arguments, "train", batch, tokens, arm == "patched")
+        step = stepper(arguments, kind, batch, tokens, arm == "patched")
         if arguments.device.startswith("cuda"):
             step()
             torch.cuda.reset_peak_memory_stats()
@@ -143,9 +141,9 @@ def memory_row(arguments: argparse.Namespace, batch: int, tokens: int) -> dict[s
         else:
             peaks[arm] = cpu_peak(step)
         del step
-    print(f"memory {batch}x{tokens}: {peaks['patched'] / peaks['plain']:.3f}", file=sys.stderr)
+    print(f"memory {kind} {batch}x{tokens}: {peaks['patched'] / peaks['plain']:.3f}", file=sys.stderr)
     return {
-        "what": "peak memory",
+        "what": f"peak memory, {kind}",
         "batch": batch,
         "tokens": tokens,
         **peaks,
@@ -207,29 +205,6 @@ def operations(arguments: argparse.Namespace, kind: str, batch: int, tokens: int
     return "\n".join(lines) + "\n"
 
 
-def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """New parameters, the time to patch, and where this was measured."""
-    model = build(arguments, "prefill", False)
-    total = sum(parameter.numel() for parameter in model.parameters())
-    start = time.perf_counter()
-    bft_hf.patch(model, BFTConfig(**arguments.config))
-    seconds = time.perf_counter() - start
-    new = sum(parameter.numel() for parameter in bft_hf.bft_parameters(model).values())
-    import transformers
-
-    machine = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine()
-    kernels = ", Liger" if arguments.liger else ""
-    return {
-        "model": f"{arguments.model}, {model.config.num_hidden_layers} layers, {arguments.dtype}, {arguments.attention}{kernels}",
-        "settings": copy.deepcopy(arguments.config) or "default",
-        "new parameters": f"{new} of {total} ({new / total:.2e})",
-        "time to patch": f"{seconds * 1e3:.0f} ms",
-        "machine": f"{machine}, {torch.get_num_threads()} threads of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}",
-        "time": f"{arguments.clock} clock, median of {arguments.repeats} pairs",
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
-    }
-
-
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
@@ -237,7 +212,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "| --- | --- | ---: | ---: | ---: | --- |",
     ]
     for row in rows:
-        if row["what"] == "peak memory":
+        if row["what"].startswith("peak memory"):
             shown = [f"{row[arm] / 2**20:.0f} MiB" for arm in ("plain", "patched")]
         else:
             shown = [f"{row[arm] * 1e3:.1f} ms" for arm in ("plain", "patched")]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
+import platform
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +49,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags that say what to build and where."""
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--vocabulary", type=int, help="a smaller vocabulary: the head in proportion to fewer layers")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--attention", default="sdpa", help="attention function, as transformers names it")
@@ -63,7 +68,8 @@ def build(arguments: argparse.Namespace, kind: str, patched: bool) -> Any:
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    fields = MODELS[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+    fewer = {"num_hidden_layers": arguments.layers, "vocab_size": arguments.vocabulary}
+    fields = MODELS[arguments.model] | {name: value for name, value in fewer.items() if value}
     config = LlamaConfig(**fields, attn_implementation=arguments.attention)
     with torch.device(arguments.device):
         torch.manual_seed(0)
@@ -119,3 +125,26 @@ def stepper(arguments: argparse.Namespace, kind: str, batch: int, tokens: int, p
             wait()
 
     return step
+
+
+def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """New parameters, the time to patch, and where this was measured."""
+    model = build(arguments, "prefill", False)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    start = time.perf_counter()
+    bft_hf.patch(model, BFTConfig(**arguments.config))
+    seconds = time.perf_counter() - start
+    new = sum(parameter.numel() for parameter in bft_hf.bft_parameters(model).values())
+    import transformers
+
+    machine = torch.cuda.get_device_name() if arguments.device.startswith("cuda") else platform.machine()
+    kernels = ", Liger" if arguments.liger else ""
+    return {
+        "model": f"{arguments.model}, {model.config.num_hidden_layers} layers, {arguments.dtype}, {arguments.attention}{kernels}",
+        "settings": copy.deepcopy(arguments.config) or "default",
+        "new parameters": f"{new} of {total} ({new / total:.2e})",
+        "time to patch": f"{seconds * 1e3:.0f} ms",
+        "machine": f"{machine}, {torch.get_num_threads()} threads of {os.cpu_count()}, load {os.getloadavg()[0]:.1f}",
+        "time": f"{getattr(arguments, 'clock', 'wall')} clock, median of {arguments.repeats} pairs",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+    }
