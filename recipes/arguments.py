@@ -195,6 +195,13 @@ class SFTArguments:
         default=False,
         metadata={"help": "Write into predictions.jsonl how sure the model was of each answer; costs one more pass."},
     )
+    token_classes: int = field(
+        default=0,
+        metadata={
+            "help": "After training, compare corrupted with clean labels on this many training rows (loss, gain, precision, "
+            "gradient) and write it into results.json; costs a backward pass for each of their labels. Default 0, not at all."
+        },
+    )
     bft_learning_rate: float = field(
         default=2e-2,
         metadata={
@@ -247,8 +254,10 @@ class SFTArguments:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise UsageError(f"unknown --{name} {value!r}: choose from {', '.join(choices)}")
-        if not _is_number(self.calibrate) or self.calibrate < 0:
-            raise UsageError(f"--calibrate must be a number of rows, or 0 for none, got {self.calibrate}")
+        for name in ("calibrate", "token_classes"):
+            value = getattr(self, name)
+            if not _is_number(value) or value < 0:
+                raise UsageError(f"--{name} must be a number of rows, or 0 for none, got {value}")
         for name in ("bft_learning_rate", "process_noise", "initial_precision"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or not (value > 0 and math.isfinite(value))):

@@ -80,7 +80,7 @@ class Comparison:
             if record.seed in place:
                 raise UsageError(f"{record.name} and {place[record.seed].name} are of one arm, seed and condition")
             place[record.seed] = record
-        self.conditions: list[Condition] = sorted({condition for _, condition in self.cells}, key=_order)
+        self.conditions: list[Condition] = sorted({condition for _, condition in self.cells}, key=condition_order)
         self.seeds: list[Value] = sorted({record.seed for record in self.records}, key=_label_order)
 
     def _condition(self, record: Record) -> Condition:
@@ -173,7 +173,7 @@ class Comparison:
         """
         low, high = self.ends(axis)
         found = []
-        others = sorted({tuple(p for p in c if p[0] != axis) for c in self.conditions}, key=_order)
+        others = sorted({tuple(p for p in c if p[0] != axis) for c in self.conditions}, key=condition_order)
         for rest, arm in itertools.product(others, self._rivals() if against else self.arms):
             ends = [next((c for c in self.conditions if {*c} == {*rest, (axis, end)}), None) for end in (low, high)]
             if ends[0] is None or ends[1] is None:
@@ -220,7 +220,8 @@ def _is_text(label: Value) -> bool:
     return isinstance(label, str)
 
 
-def _order(condition: Condition) -> list[Any]:
+def condition_order(condition: Condition) -> list[Any]:
+    """What conditions are sorted by: numbers before texts, axis by axis."""
     return [_label_order(label) for _, label in condition]
 
 

@@ -137,7 +137,7 @@ def evaluate_answers(
     def trusted(batch: Sequence[int]) -> list[list[float]] | None:
         return None if trust is None else [trust[place] for place in batch]
 
-    with torch.inference_mode(), _eval_mode(model):
+    with torch.inference_mode(), eval_mode(model):
         with bar(total=len(rows), desc=f"{desc}: likelihood") as done:
             for batch in _batches(order, batch_size):
                 contexts, targets = [prompts[place] for place in batch], [answers[place] for place in batch]
@@ -292,7 +292,8 @@ def _answer_nll(
 
 
 @contextlib.contextmanager
-def _eval_mode(model: Any) -> Iterator[None]:
+def eval_mode(model: Any) -> Iterator[None]:
+    """Put a model into eval mode, and each of its modules back into its own afterwards."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

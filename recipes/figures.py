@@ -3,9 +3,11 @@
 import io
 from typing import TYPE_CHECKING, Any
 
-from .comparison import Condition
+from .class_tables import RATIO
+from .comparison import Condition, describe
 
 if TYPE_CHECKING:
+    from .class_tables import Classes
     from .report import Report
 
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the marker says it once more.
@@ -23,8 +25,8 @@ def draw(report: "Report") -> dict[str, bytes]:
         for metric in report.metrics:
             for axis in report.comparison.numeric_axes():
                 figures[f"{metric}_over_{axis}.svg"] = _over_axis(report, metric, axis)
-        for name in sorted({name for values in report.classes.values() for name, _ in values}):
-            figures[f"{name}_by_token_class.svg"] = _by_class(report, name)
+        for name in report.classes.drawn:
+            figures[f"{name}_by_token_class.svg"] = _by_class(report.classes, name)
     return figures
 
 
@@ -75,24 +77,24 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
     return svg(figure)
 
 
-def _by_class(report: "Report", name: str) -> bytes:
-    """A number by class of token: a bar an arm, its mean over runs, and a line from the lowest to the highest run."""
-    kinds = list(dict.fromkeys(kind for _, kind in report.classes))
-    arms = list(dict.fromkeys(arm for arm, _ in report.classes))
-    figure, plots = subplots(1, 1)
-    plot = plots[0][0]
-    width = 0.8 / len(arms)
-    for place, arm in enumerate(arms):
-        for column, kind in enumerate(kinds):
-            values = [value for other, value in report.classes.get((arm, kind), []) if other == name]
-            if values:
-                x = column + (place - (len(arms) - 1) / 2) * width
-                colour = COLOURS[place % len(COLOURS)]
-                plot.bar(x, sum(values) / len(values), width, color=colour, label=arm if column == 0 else None)
+def _by_class(classes: "Classes", name: str) -> bytes:
+    """A number by class of label: a bar an arm, its mean over runs, and a line from the lowest to the highest run."""
+    kinds = [column for column in classes.columns(name) if column != RATIO]
+    figure, plots = subplots(1, len(classes.conditions))
+    width = 0.8 / len(classes.arms)
+    for plot, condition in zip(plots[0], classes.conditions, strict=True):
+        for place, arm in enumerate(classes.arms):
+            shift = (place - (len(classes.arms) - 1) / 2) * width
+            bars = [(x, classes.values(name, arm, condition, kind)) for x, kind in enumerate(kinds)]
+            known = [(x + shift, values) for x, values in bars if values]
+            means = [sum(values) / len(values) for _, values in known]
+            plot.bar([x for x, _ in known], means, width, color=COLOURS[place % len(COLOURS)], label=arm)
+            for x, values in known:
                 plot.plot([x, x], [min(values), max(values)], color="0.4", linewidth=1)
-    plot.set_xticks(range(len(kinds)), kinds)
-    plot.set_ylabel(name)
-    plot.legend(frameon=False, fontsize=8)
+        plot.set_xticks(range(len(kinds)), kinds)
+        plot.set_title(describe(condition), fontsize=9)
+    plots[0][0].set_ylabel(name)
+    plots[0][0].legend(frameon=False, fontsize=8)
     return svg(figure)
 
 

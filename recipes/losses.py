@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from .arguments import PLAIN_LOSSES
+
 # log 0 in the reverse cross entropy, as in the paper. Only its product with beta counts, so it is no setting of its own.
 SCE_LOG_ZERO = -4.0
 
@@ -154,12 +156,43 @@ def mean_token_loss(loss: TokenLoss) -> Callable[..., Tensor]:
     def compute(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits, targets = outputs.logits[:, -labels.shape[1] : -1], labels[:, 1:]  # virtual tokens have no labels
         kept = targets != -100
-        logits, targets = _at_least_single(logits[kept]), targets[kept]
-        log_probs = -cross_entropy(logits, targets, reduction="none")
-        extra = {}
-        if loss.needs_excess:
-            extra["excess"] = logits.gather(-1, targets[:, None])[:, 0] - logits.mean(-1)
+        total = _of_logits(loss, logits[kept], targets[kept]).sum()
         count = kept.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        return loss.function(log_probs, **extra).sum() / count.clamp(min=1).to(log_probs.device)
+        return total / count.clamp(min=1).to(total.device)
 
     return compute
+
+
+def label_losses(config: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The loss that a `BFTSFTConfig` trains with, TRL's own included, as a function of whole logits.
+
+    Args:
+        config: Read for `token_loss`, `loss_type` and `label_smoothing_factor`.
+
+    Returns:
+        A function of logits (label, vocabulary) and labels (label,) to losses (label,), in nats, at least float32. Their sum
+        over a batch is the number of its labels times what the trainer minimises.
+
+    Raises:
+        ValueError: A `loss_type` that is not known here.
+    """
+    loss, smoothing = token_loss(config), config.label_smoothing_factor
+    if loss is not None:
+        return partial(_of_logits, loss)
+    if config.loss_type == "dft":
+        return partial(_of_logits, TokenLoss(lambda log_probs: -log_probs.detach().exp() * log_probs, {}))
+    if config.loss_type not in PLAIN_LOSSES:
+        raise ValueError(f"the loss of a single label is not known for loss_type={config.loss_type}")
+    return lambda logits, labels: cross_entropy(
+        _at_least_single(logits), labels, reduction="none", label_smoothing=smoothing
+    )
+
+
+def _of_logits(loss: TokenLoss, logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each label, (label,), from logits (label, vocabulary)."""
+    logits = _at_least_single(logits)
+    log_probs = -cross_entropy(logits, labels, reduction="none")
+    extra = {}
+    if loss.needs_excess:
+        extra["excess"] = logits.gather(-1, labels[:, None])[:, 0] - logits.mean(-1)
+    return loss.function(log_probs, **extra)

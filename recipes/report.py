@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .class_tables import Classes
 from .command import OneLineParser, UsageError, without_flag
 from .comparison import ENOUGH_SEEDS, Comparison, Estimate, describe, lower_is_better
 from .grid import BOOKKEEPING, SEED, flags_of
@@ -87,7 +88,7 @@ class Report:
         self.changed_differences = {
             place: comparison.changes(*place, against=True) if compared else [] for place in places
         }
-        self.classes = token_classes(comparison.records)
+        self.classes = Classes(comparison.records, comparison.arms)
 
     def markdown(self, *, figures: bool) -> str:
         """The report as Markdown.
@@ -108,13 +109,16 @@ class Report:
             parts.append(f"Not there: {'; '.join(missing)}. Differences are over the seeds that both arms have.")
         for metric in self.metrics:
             parts += self._metric(metric, figures)
-        for name in sorted({name for values in self.classes.values() for name, _ in values}):
+        for name in self.classes.names:
+            head, *lines = self.classes.table(name)
             parts += [
                 f"## {name} by token class",
                 self._above(self.comparison.seeds, None),
-                _class_table(self.classes, name),
+                "\n".join(map(_row, [head, ["---"] * len(head), *lines])),
+                "Mean over runs (lowest to highest).",
             ]
-            parts += [f"![{name} by token class]({name}_by_token_class.svg)"] if figures else []
+            if figures and name in self.classes.drawn:
+                parts.append(f"![{name} by token class]({name}_by_token_class.svg)")
         return "\n\n".join(parts) + "\n"
 
     def _metric(self, metric: str, figures: bool) -> list[str]:
@@ -150,8 +154,7 @@ class Report:
     def figure_names(self) -> list[str]:
         """Names of the figures, in the order in which they are drawn."""
         over = [f"{metric}_over_{axis}.svg" for metric in self.metrics for axis in self.comparison.numeric_axes()]
-        names = sorted({name for values in self.classes.values() for name, _ in values})
-        return over + [f"{name}_by_token_class.svg" for name in names]
+        return over + [f"{name}_by_token_class.svg" for name in self.classes.drawn]
 
     def tables(self) -> dict[str, str]:
         """CSV by file name: every number of the report, unrounded."""
@@ -169,6 +172,10 @@ class Report:
         if any(self.changed_differences.values()):
             rows = [(metric, axis, e) for (metric, axis), values in self.changed_differences.items() for e in values]
             found["changes_less_baseline.csv"] = _csv(self.comparison.axes, rows)
+        if self.classes.runs:
+            text = io.StringIO()
+            csv.writer(text, lineterminator="\n").writerows(self.classes.rows(self.comparison.axes))
+            found["token_classes.csv"] = text.getvalue()
         return found
 
     def _runs(self) -> list[str]:
@@ -291,33 +298,6 @@ def _estimate_table(estimates: Sequence[Estimate]) -> str:
         counts = [str(interval.seeds), f"{interval.questions:,}"] if interval else ["", ""]
         lines.append(_row([describe(estimate.condition), estimate.arm, change, *counts]))
     return "\n".join(lines)
-
-
-def token_classes(records: Sequence[Record]) -> dict[tuple[str, str], list[tuple[str, float]]]:
-    """Numbers by class of token that runs have in results.json under "token_classes": {class: {name: number}}.
-
-    Returns:
-        By (arm, class) a (name, number) for every run and number.
-    """
-    found: dict[tuple[str, str], list[tuple[str, float]]] = {}
-    for record in {record.name: record for record in records}.values():
-        for kind, numbers in (record.results.get("token_classes") or {}).items():
-            for name, value in numbers.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    found.setdefault((str(record.axes.get("arm", "all")), kind), []).append((name, float(value)))
-    return found
-
-
-def _class_table(classes: dict[tuple[str, str], list[tuple[str, float]]], name: str) -> str:
-    kinds = list(dict.fromkeys(kind for _, kind in classes))
-    lines = [_row(["arm", *kinds]), _row(["---"] * (1 + len(kinds)))]
-    for arm in dict.fromkeys(arm for arm, _ in classes):
-        cells = []
-        for kind in kinds:
-            values = [value for other, value in classes.get((arm, kind), []) if other == name]
-            cells.append(f"{sum(values) / len(values):.4f} ({min(values):.4f} to {max(values):.4f})" if values else "")
-        lines.append(_row([arm, *cells]))
-    return "\n".join([*lines, "", "Mean over runs (lowest to highest)."])
 
 
 def _shown_flags(record: Record, axes: Sequence[str]) -> dict[str, list[str]]:

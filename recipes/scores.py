@@ -97,7 +97,7 @@ def score_rows(
     import torch
     from tqdm.auto import tqdm
 
-    from .evaluation import _eval_mode
+    from .evaluation import eval_mode
 
     rows = list(rows)
     for number, row in enumerate(rows):
@@ -113,7 +113,7 @@ def score_rows(
     scored: dict[int, RowScores] = {}
     with (
         torch.inference_mode(),
-        _eval_mode(model),
+        eval_mode(model),
         tqdm(total=len(order), desc=desc, unit="row", disable=not progress) as done,
     ):
         for start in range(0, len(order), batch_size):
@@ -205,7 +205,7 @@ def _score_batch(
     for place, numbers in enumerate(batch):
         for number in numbers:
             kept[place, places[number]] = True
-    with bft_hf.record(model) if patched else nullcontext() as trace, _head_only_at(model, kept):
+    with bft_hf.record(model) if patched else nullcontext() as trace, head_only_at(model, kept):
         logits = model(**inputs, use_cache=False, return_dict=True).logits[0]
     precision = gain = None
     if trace is not None:
@@ -260,7 +260,7 @@ def _by_token(values: "torch.Tensor") -> "torch.Tensor":
 
 
 @contextmanager
-def _head_only_at(model: Any, kept: "torch.Tensor") -> Iterator[None]:
+def head_only_at(model: Any, kept: "torch.Tensor") -> Iterator[None]:
     """Let the LM head see the kept positions alone, as one row of a batch of one.
 
     Args:

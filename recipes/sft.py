@@ -69,6 +69,7 @@ from .results import (
     print_table,
     write_json,
 )
+from .token_classes import choose_rows, summary, token_classes
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -277,6 +278,7 @@ class Arm:
     data: Data
     command: str
     context: dict[str, Any] = dataclasses.field(default_factory=dict)
+    inspected: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
     def has_context(self) -> bool:
@@ -331,6 +333,7 @@ class Arm:
         results["method_settings"] = METHODS[self.method].settings(self.training)
         results["parameters"] = count_parameters(trainer.model)
         results["device"] = str(self.training.device)
+        label_loss = self._label_loss(trainer) if self.inspected else None  # refused before training, not after it
         layers = []
         seconds["preparation"] = time.perf_counter() - start
 
@@ -373,6 +376,10 @@ class Arm:
         }
         evaluations = measure("after")
         note_layers()
+        if self.inspected:
+            begin = time.perf_counter()
+            results["token_classes"] = self._token_classes(trainer, tokenizer, label_loss)
+            seconds["token_classes"] = time.perf_counter() - begin
         if config:
             results["layers_before"], results["layers_after"] = layers
         seconds["total"] = time.perf_counter() - start
@@ -440,6 +447,8 @@ class Arm:
                 special_token_ids=tokenizer.all_special_ids,
             )
         spared = ends | {tokenizer.pad_token_id}
+        if self.arguments.token_classes:
+            self.inspected = choose_rows(clean, rows, self.arguments.token_classes, spared, self.training.seed)
         noise = {
             "rate": self.arguments.noise,
             "kind": self.arguments.noise_kind,
@@ -529,6 +538,26 @@ class Arm:
             desc=desc,
         )
 
+    def _label_loss(self, trainer: Any) -> Any:
+        from .losses import label_losses
+
+        if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+            raise UsageError("--token_classes needs whole gradients, and here they are sharded: leave it out")
+        with as_usage_error("--token_classes: ", ValueError):
+            return label_losses(self.training)
+
+    def _token_classes(self, trainer: Any, tokenizer: Any, label_loss: Any) -> dict[str, dict[str, float]]:
+        with trainer.accelerator.autocast():
+            return token_classes(
+                trainer.model,
+                self.inspected,
+                label_loss,
+                batch_size=self.training.per_device_eval_batch_size,
+                pad_token_id=tokenizer.pad_token_id,
+                progress=is_main_process(),
+                desc=f"Labels of {self.method}",
+            )
+
     def _save(self, trainer: Any, results: dict[str, Any], evaluations: dict[int, Any]) -> None:
         folder = Path(self.training.output_dir)
         trainer.save_model(str(folder))
@@ -565,6 +594,8 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
         f"({noise['corrupted_labels']} of {noise['eligible_labels']} labels), seed {any_result['seed']}",
     )
     for method, result in results.items():
+        if line := summary(result.get("token_classes", {})):
+            say(f"{method}: {line}")
         if result["bft_config"]:
             for line in layer_lines(result["layers_before"], result["layers_after"]):
                 say(f"{method}: {line}")

@@ -255,17 +255,35 @@ def test_questions_are_divided_by_what_they_have(runs: Path, report: Callable[..
 
 
 def test_numbers_by_token_class(runs: Path, report: Callable[..., str]) -> None:
-    for folder in runs.glob("bft*=0_seed=?"):
+    """By condition: classes of runs with other rates of noise are none to be averaged over."""
+    for folder in runs.glob("bft*_seed=?"):
         if (folder / "results.json").exists():
             results = json.loads((folder / "results.json").read_text())
             seed = results["seed"]
-            results["token_classes"] = {"clean": {"gain": 0.9 + seed / 100}, "corrupted": {"gain": 0.7}}
+            results["token_classes"] = {"clean": {"labels": 90, "gain": 0.9 + seed / 100}}
+            if "noise=0.3" in folder.name:
+                results["token_classes"]["corrupted"] = {"labels": 30 + seed, "gain": 0.5, "cosine": -0.25}
             (folder / "results.json").write_text(json.dumps(results))
-    report("runs", "--out", "out")
+    # Divided questions leave a run's classes in one piece.
+    report("runs", "--by", "kind", "--metric", "f1", "--out", "out")
     text = Path("out/report.md").read_text()
-    row = cells(section(text, "gain by token class"), "bft")
-    assert row == ["bft", "0.9300 (0.9100 to 0.9500)", "0.7000 (0.7000 to 0.7000)"]
-    assert b"corrupted" in Path("out/gain_by_token_class.svg").read_bytes()
+    gain = section(text, "gain by token class")
+    assert cells(gain, "condition") == ["condition", "arm", "clean", "corrupted", "corrupted / clean"]
+    assert cells(gain, "noise=0", "bft") == ["noise=0", "bft", "0.9300 (0.9100 to 0.9500)", "", ""]
+    noisy = ["0.9300 (0.9100 to 0.9500)", "0.5000 (0.5000 to 0.5000)", "0.5378 (0.5263 to 0.5495)"]
+    assert cells(gain, "noise=0.3", "bft") == ["noise=0.3", "bft", *noisy]
+    assert cells(section(text, "labels by token class"), "noise=0.3", "bft")[3] == "33.00 (31.00 to 35.00)"
+    # Neither a ratio of what is negative, nor an arm or a condition without numbers.
+    cosine = section(text, "cosine by token class").split("Mean")[0].split("n = ")[-1]
+    assert [line for line in cosine.splitlines() if line.startswith("| noise")] == [
+        "| noise=0.3 | bft | -0.2500 (-0.2500 to -0.2500) |"
+    ]
+    assert not Path("out/labels_by_token_class.svg").exists() and "labels_by_token_class.svg" not in text
+    figure = Path("out/gain_by_token_class.svg").read_text()
+    assert "corrupted" in figure and "noise=0.3" in figure and "kind" not in figure
+    rows = [row for row in rows_of(Path("out/token_classes.csv")) if row["name"] == "gain" and row["noise"] == "0.3"]
+    assert len(rows) == 10 and rows[0]["kind"] == ""
+    assert sorted(row["value"] for row in rows if row["class"] == "clean") == ["0.91", "0.92", "0.93", "0.94", "0.95"]
 
 
 def test_different_libraries_are_said(runs: Path, report: Callable[..., str]) -> None:

@@ -21,7 +21,7 @@ import bft_hf
 from bft_hf import BFTCallback
 from bft_hf.recipes.arguments import METHODS
 from bft_hf.recipes.command import UsageError
-from bft_hf.recipes.losses import TOKEN_LOSSES, mean_token_loss, token_loss
+from bft_hf.recipes.losses import TOKEN_LOSSES, label_losses, mean_token_loss, token_loss
 from bft_hf.recipes.trainer import FUSED_HEAD, BFTSFTConfig, BFTSFTTrainer
 
 QUIET: dict[str, Any] = {
@@ -141,6 +141,24 @@ def test_the_loss_of_a_method_is_its_formulas(method: str, peft_config: Any, tmp
         plain = make_trainer("bft" if METHODS[method].patched else "sft", tmp_path, peft_config=peft_config)
         other = loss_and_gradients(lambda: plain.compute_loss(model, dict(batch)), trainer)
         assert abs(other[0] - ours[0]) > 1e-3
+
+
+@pytest.mark.parametrize("method", [*LOSSES, "sft", "smoothed by TRL"])
+def test_losses_label_by_label_sum_to_the_trainers(method: str, tmp_path: Path) -> None:
+    options = {"label_smoothing_factor": 0.2} if method == "smoothed by TRL" else {}
+    trainer = make_trainer("sft" if options else method, tmp_path, **options)
+    batch = next(iter(trainer.get_train_dataloader()))
+    model, kept = trainer.model.train(), batch["labels"][:, 1:] != -100
+
+    def label_by_label() -> Tensor:
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        values = label_losses(trainer.args)(logits[:, :-1][kept], batch["labels"][:, 1:][kept])
+        assert values.shape == (kept.sum(),)
+        return values.sum()
+
+    ours = loss_and_gradients(label_by_label, trainer)
+    one = torch.tensor(1)
+    assert_equal_losses(ours, loss_and_gradients(lambda: trainer.compute_loss(model, dict(batch), False, one), trainer))
 
 
 @pytest.mark.parametrize("method", ["gce", "label_smoothing", "bft+gce"])
