@@ -1,8 +1,8 @@
 """What reliability is worth in retrieval: answer NLL with distractors, by what the filter is told of the passages.
 
 Natural Questions with their gold passage and k others, SmolLM2-135M as it is or with an adapter, in the plain model and in one
-patched near its own function; the passages' reliability is absent, a retriever's (BM25 over the prompt's passages), or an
-oracle's: 1 for the gold passage and a constant for the others, which no user has, so it is what a perfect retriever could
+patched near its own function; the passages' reliability is absent, a retriever's (BM25 over the prompt's passages), the model's own (how likely it finds the
+question given each passage), or an oracle's: 1 for the gold passage and a constant for the others, which no user has, so it is what a perfect retriever could
 bring. "shuffled": the same numbers handed to other passages of the prompt, which tells what reading all of them less brings. From a clone with the tests' data beside it:
 
     python benchmarks/reliability.py --output docs/results/reliability
@@ -12,10 +12,12 @@ bring. "shuffled": the same numbers handed to other passages of the prompt, whic
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bft_hf.noise.distractors import add_distractors
 from bft_hf.noise.reliability import retriever_reliability
 from bft_hf.recipes.evaluation import evaluate_answers
 from bft_hf.recipes.intervals import hierarchical_bootstrap
+from bft_hf.recipes.likelihood import likelihood_reliability
 from bft_hf.recipes.models import load_model_and_tokenizer
 from bft_hf.recipes.questions import load_questions
 
@@ -38,7 +41,15 @@ STARTS: dict[str, dict[str, Any]] = {
     "unit": {},
 }
 """In "identity" nothing changes the pretrained function but reliability, as the keys' weight."""
-TOLD = ("none", "retriever", "shuffled retriever", "oracle 0.2", "shuffled oracle 0.2")
+TOLD = (
+    "none",
+    "retriever",
+    "shuffled retriever",
+    "oracle 0.2",
+    "shuffled oracle 0.2",
+    "likelihood",
+    "shuffled likelihood",
+)
 
 
 def rate(row: dict[str, Any], others: float) -> dict[str, Any]:
@@ -57,12 +68,14 @@ def shuffle(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def told(rows: Any, what: str) -> Any:
+def told(rows: Any, what: str, rate_by_likelihood: Callable[[Any], Any] | None = None) -> Any:
     """The rows with the reliability of `TOLD`."""
     if what == "none":
         return rows
     if what.startswith("shuffled "):
-        return told(rows, what.removeprefix("shuffled ")).map(shuffle)
+        return told(rows, what.removeprefix("shuffled "), rate_by_likelihood).map(shuffle)
+    if what == "likelihood" and rate_by_likelihood is not None:
+        return rate_by_likelihood(rows)
     if what.startswith("oracle "):
         return rows.map(rate, fn_kwargs={"others": float(what.removeprefix("oracle "))})
     return retriever_reliability(rows, progress=False)
@@ -78,16 +91,23 @@ def run(arguments: argparse.Namespace) -> None:
     questions = load_questions(str(DATA / arguments.data), split="all", limit=arguments.questions, seed=0)
     for k in arguments.distractors:
         rows = add_distractors(questions, k, seed=0, source=("ctxs", "bm25"), progress=False)
+
+        @functools.cache
+        def rated(k: int = k, rows: Any = rows) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return likelihood_reliability(rows, model, tokenizer, desc=f"k={k}: rating passages")
+
         for start, what in itertools.product(("plain", *arguments.starts), arguments.reliability):
             name = f"k={k}_{start}_{what}".replace(" ", "-")
             path = arguments.output / f"{name}.json"
             if path.exists() or (what != "none" and (k == 0 or start == "plain")):
                 continue
+            data = told(rows, what, lambda _: rated())
             if start != "plain":
                 bft_hf.patch(model, BFTConfig(**STARTS[start]))
             with torch.autocast("cpu", torch.bfloat16):
                 result = evaluate_answers(
-                    model, tokenizer, told(rows, what), batch_size=8, max_length=1280, generate_first=arguments.generate,
+                    model, tokenizer, data, batch_size=8, max_length=1280, generate_first=arguments.generate,
                     max_new_tokens=16, reliability=what != "none", desc=name,
                 )  # fmt: skip
             if start != "plain":

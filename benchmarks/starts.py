@@ -18,7 +18,7 @@ import torch
 
 import bft_hf
 from bft_hf import BFTConfig
-from bft_hf.recipes.evaluation import _answer_nll
+from bft_hf.recipes.evaluation import sequence_nll
 from bft_hf.recipes.models import load_model_and_tokenizer
 from bft_hf.recipes.questions import answer_tokens, load_questions, prompt_tokens, tokenize_example
 
@@ -57,7 +57,7 @@ class Bench:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
             for start in range(0, len(self.prompts), BATCH):
                 part = slice(start, start + BATCH)
-                scores += _answer_nll(self.model, self.prompts[part], self.answers[part], self.tokenizer.pad_token_id)
+                scores += sequence_nll(self.model, self.prompts[part], self.answers[part], self.tokenizer.pad_token_id)
         return scores
 
     def batches(self, answers_alone: bool) -> Iterator[dict[str, torch.Tensor]]:

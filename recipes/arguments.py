@@ -25,7 +25,7 @@ PLAIN_LOSSES = ("nll", "chunked_nll")  # values of loss_type, one loss
 CONFIGS = Path(__file__).parent / "configs"
 DISTRACTOR_SOURCES = ("bm25", "random", "ctxs")
 GOLD_POSITIONS = ("first", "middle", "last", "random")
-RELIABILITIES = ("column", "retriever")
+RELIABILITIES = ("column", "retriever", "likelihood")
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,8 @@ class SFTArguments:
         default=None,
         metadata={
             "help": "Tell a patched model how far to trust each passage: column (a number in [0, 1] for each row, passage or "
-            "token in the data's column reliability) or retriever (each passage's retrieval score, over the best one's)."
+            "token in the data's column reliability) retriever (each passage's retrieval score, over the best one's) or likelihood (how likely the model itself, before it is "
+            "patched, finds the question given each passage; takes a pass over all passages)."
         },
     )
     record_uncertainty: bool = field(

@@ -1,5 +1,6 @@
 """The questions of a run: both sides read, and what stands beside each question's passage."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
     from bft_hf.noise.passages import Passage
+
+    Rater = Callable[[Dataset], Dataset]
 
 EVALUATION_SEED = 0
 
@@ -128,6 +131,7 @@ def with_passages(
     seed: int,
     gold_probability: float = 1.0,
     reliability: bool = False,
+    rate: "Rater | None" = None,
 ) -> tuple["Dataset", dict[str, Any] | None]:
     """Put distractors beside the passage of each question, and their reliability to them.
 
@@ -139,6 +143,7 @@ def with_passages(
         seed: Of the draws.
         gold_probability: Share of the rows that keep the passage with their answer.
         reliability: Whether a model will be told; otherwise no number is worked out.
+        rate: Sets the passages' reliability where the arguments ask for likelihood, which takes a model.
 
     Returns:
         The rows, with `passages` where there is anything beside the row's own passage or to say of it, and the report of
@@ -164,11 +169,15 @@ def with_passages(
         )
         if reliability and arguments.reliability == "retriever":
             added = retriever_reliability(added)
+        elif reliability and arguments.reliability == "likelihood":
+            if rate is None:
+                raise ValueError("--reliability likelihood: no model is there to rate the passages")
+            added = rate(added)
     return added, {"distractors": k, **distractor_report(added, k)}
 
 
 def training_questions(
-    data: Data, arguments: SFTArguments, method: Method, seed: int
+    data: Data, arguments: SFTArguments, method: Method, seed: int, rate: "Rater | None" = None
 ) -> tuple["Dataset", dict[str, Any] | None]:
     """The training questions of an arm, by `with_passages`."""
     k, _ = distractor_counts(arguments, method)
@@ -180,17 +189,20 @@ def training_questions(
         seed=seed,
         gold_probability=method.gold_probability,
         reliability=uses_reliability(arguments, method),
+        rate=rate,
     )
 
 
 def evaluation_questions(
-    data: Data, arguments: SFTArguments, method: Method
+    data: Data, arguments: SFTArguments, method: Method, rate: "Rater | None" = None
 ) -> dict[int, tuple["Dataset", dict[str, Any] | None]]:
     """The evaluation questions of an arm by number of distractors, each by `with_passages`; they are no seed's own."""
     _, counts = distractor_counts(arguments, method)
     told = uses_reliability(arguments, method)
     return {
-        k: with_passages(data.evaluation, k, data.evaluation_corpus, arguments, seed=EVALUATION_SEED, reliability=told)
+        k: with_passages(
+            data.evaluation, k, data.evaluation_corpus, arguments, seed=EVALUATION_SEED, reliability=told, rate=rate
+        )
         for k in counts
     }
 

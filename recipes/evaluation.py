@@ -141,7 +141,7 @@ def evaluate_answers(
         with bar(total=len(rows), desc=f"{desc}: likelihood") as done:
             for batch in _batches(order, batch_size):
                 contexts, targets = [prompts[place] for place in batch], [answers[place] for place in batch]
-                losses.update(zip(batch, _answer_nll(model, contexts, targets, pad, trusted(batch)), strict=True))
+                losses.update(zip(batch, sequence_nll(model, contexts, targets, pad, trusted(batch)), strict=True))
                 done.update(len(batch))
         if answered:
             with (
@@ -258,7 +258,7 @@ def _text(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], ends: Seq
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=True).strip()
 
 
-def _answer_nll(
+def sequence_nll(
     model: Any,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],

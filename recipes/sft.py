@@ -76,6 +76,8 @@ if TYPE_CHECKING:
 
     from bft_hf import BFTConfig
 
+    from .data import Rater
+
 GAIN_PROMPTS = 8
 
 
@@ -279,6 +281,7 @@ class Arm:
     command: str
     context: dict[str, Any] = dataclasses.field(default_factory=dict)
     inspected: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    rate: "Rater | None" = None
 
     @property
     def has_context(self) -> bool:
@@ -287,9 +290,14 @@ class Arm:
         return bool(training) or evaluation != [0] or uses_reliability(self.arguments, METHODS[self.method])
 
     @functools.cached_property
+    def questions(self) -> tuple["Dataset", dict[str, Any] | None]:
+        """The training questions, and the report of their distractors."""
+        return training_questions(self.data, self.arguments, METHODS[self.method], self.training.seed, self.rate)
+
+    @functools.cached_property
     def evaluations(self) -> "dict[int, Dataset]":
         """The evaluation questions by number of distractors."""
-        found = evaluation_questions(self.data, self.arguments, METHODS[self.method])
+        found = evaluation_questions(self.data, self.arguments, METHODS[self.method], self.rate)
         self.context["evaluation"] = [report or {"distractors": k} for k, (_, report) in found.items()]
         return {k: rows for k, (rows, _) in found.items()}
 
@@ -309,6 +317,9 @@ class Arm:
         seconds: dict[str, float] = {}
         start = time.perf_counter()
         set_seed(self.training.seed)
+        if uses_reliability(self.arguments, METHODS[self.method]) and self.arguments.reliability == "likelihood":
+            self.rate = self._rater(model, tokenizer)
+            _ = self.questions, self.evaluations  # rated by the model as it comes, before it is patched
         config = self._patch(model)
         rows, noise = self._tokenize(tokenizer)
         first = next(iter(self.evaluations))
@@ -425,7 +436,7 @@ class Arm:
         from .questions import end_of_turn, tokenize_questions
 
         method = METHODS[self.method]
-        questions, added = training_questions(self.data, self.arguments, method, self.training.seed)
+        questions, added = self.questions
         told = uses_reliability(self.arguments, method)
         ends = {end_of_turn(tokenizer), tokenizer.eos_token_id} - {None}
         with as_usage_error("", ValueError):
@@ -469,6 +480,27 @@ class Arm:
                     f"passages of {added['shortened_rows']} questions cut to fit, the gold one of {added['shortened_gold']}"
                 )
         return rows.select_columns(["input_ids", "labels", *(["reliability"] if told else [])]), noise
+
+    def _rater(self, model: Any, tokenizer: Any) -> "Rater":
+        import bft_hf
+
+        from .likelihood import likelihood_reliability
+
+        if bft_hf.is_patched(model):
+            raise UsageError(
+                f"--reliability likelihood: {self.look.model} is patched already; passages are rated by a plain model"
+            )
+
+        def rate(rows: "Dataset") -> "Dataset":
+            import torch
+
+            if not (getattr(model, "is_quantized", False) or getattr(model, "hf_device_map", None)):
+                model.to(self.training.device)
+            size, length = self.training.per_device_eval_batch_size, self.training.max_length
+            with torch.autocast(self.training.device.type, torch.bfloat16, enabled=bool(self.training.bf16)):
+                return likelihood_reliability(rows, model, tokenizer, batch_size=size, max_length=length)
+
+        return rate
 
     def _context_settings(self) -> dict[str, Any]:
         method = METHODS[self.method]

@@ -217,6 +217,20 @@ def test_trained_with_one_number_of_distractors_and_tested_with_several(
     assert any(batch["token_reliability"].min() < 1 for batch in batches)
 
 
+def test_passages_are_rated_by_the_model_before_it_is_patched(
+    run: Any, questions: str, batches: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--method", "bft", "--distractors", "1", "--distractor_source", "random", "--reliability", "likelihood"]
+    out = run(*flags)
+    results = json.loads((out / "results.json").read_text())
+    assert results["context"]["reliability"] == "likelihood"
+    trust = torch.cat([batch["token_reliability"].flatten() for batch in batches])
+    assert trust.min() < 1 and trust.min() >= 0.2 and trust.max() == 1
+    again = ["--model_name_or_path", str(out), "--dataset", questions, "--output_dir", str(out.parent / "again")]
+    assert main([*again, *QUICK, *flags]) == 2
+    assert "is patched already" in capsys.readouterr().err and not (out.parent / "again").exists()
+
+
 def test_raft_trains_with_distractors_and_loses_some_gold_passages(
     run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -354,7 +368,10 @@ REFUSED = {
     "no lists": (["--distractors", "1", "--distractor_source", "ctxs"], "have no 'ctxs': use bm25, random or a file"),
     "no corpus": (["--distractors", "1", "--distractor_source", "list.yaml"], "--distractor_source: list.yaml: line 1"),
     "gold position": (["--gold_position", "end"], "unknown --gold_position 'end': choose from first, middle, last"),
-    "reliability": (["--reliability", "high"], "unknown --reliability 'high': choose from column, retriever"),
+    "reliability": (
+        ["--reliability", "high"],
+        "unknown --reliability 'high': choose from column, retriever, likelihood",
+    ),
     "no reliability": (["--reliability", "column"], "has no column 'reliability'"),
     "packed reliability": (
         ["--reliability", "retriever", "--packing"],
