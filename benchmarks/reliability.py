@@ -41,6 +41,8 @@ STARTS: dict[str, dict[str, Any]] = {
     "unit": {},
 }
 """In "identity" nothing changes the pretrained function but reliability, as the keys' weight."""
+PRUNED = "best by likelihood"
+"""The rival: a plain model that reads the passage with the highest likelihood alone."""
 TOLD = (
     "none",
     "retriever",
@@ -49,6 +51,7 @@ TOLD = (
     "shuffled oracle 0.2",
     "likelihood",
     "shuffled likelihood",
+    PRUNED,
 )
 
 
@@ -68,12 +71,19 @@ def shuffle(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def keep_best(row: dict[str, Any]) -> dict[str, Any]:
+    """The most reliable passage alone."""
+    return {"passages": [max(row["passages"], key=lambda passage: passage["reliability"][0])]}
+
+
 def told(rows: Any, what: str, rate_by_likelihood: Callable[[Any], Any] | None = None) -> Any:
     """The rows with the reliability of `TOLD`."""
     if what == "none":
         return rows
     if what.startswith("shuffled "):
         return told(rows, what.removeprefix("shuffled "), rate_by_likelihood).map(shuffle)
+    if what == PRUNED:
+        return told(rows, "likelihood", rate_by_likelihood).map(keep_best)
     if what == "likelihood" and rate_by_likelihood is not None:
         return rate_by_likelihood(rows)
     if what.startswith("oracle "):
@@ -100,7 +110,9 @@ def run(arguments: argparse.Namespace) -> None:
         for start, what in itertools.product(("plain", *arguments.starts), arguments.reliability):
             name = f"k={k}_{start}_{what}".replace(" ", "-")
             path = arguments.output / f"{name}.json"
-            if path.exists() or (what != "none" and (k == 0 or start == "plain")):
+            is_told = what not in ("none", PRUNED)
+            fits = what == "none" or (k > 0 and is_told == (start != "plain"))
+            if path.exists() or not fits:
                 continue
             data = told(rows, what, lambda _: rated())
             if start != "plain":
@@ -108,7 +120,7 @@ def run(arguments: argparse.Namespace) -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 result = evaluate_answers(
                     model, tokenizer, data, batch_size=8, max_length=1280, generate_first=arguments.generate,
-                    max_new_tokens=16, reliability=what != "none", desc=name,
+                    max_new_tokens=16, reliability=is_told, desc=name,
                 )  # fmt: skip
             if start != "plain":
                 bft_hf.unpatch(model)
