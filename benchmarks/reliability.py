@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace) -> None:
             if path.exists() or (what != "none" and (k == 0 or start == "plain")):
                 continue
             if start != "plain":
-                bft_hf.patch(model, BFTConfig(**STARTS[start]))
+                bft_hf.patch(model, BFTConfig.unit(**STARTS[start]))
             with torch.autocast("cpu", torch.bfloat16):
                 result = evaluate_answers(
                     model, tokenizer, told(rows, what), batch_size=8, max_length=1280, generate_first=arguments.generate,
