@@ -10,24 +10,25 @@ Finished runs (one JSON each) are not run again; `--table` prints the difference
 """
 
 import argparse
-import gzip
-import hashlib
+import itertools
 import json
 import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import REPOSITORY, articles, filter_state, load_tokenizer, make_model, run_missing, train
+from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import bft_hf
 from bft_hf import BFTConfig
 
-DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 WIDTH, LAYERS, CONTEXT, BATCH, STEPS = 128, 4, 192, 12, 200
 LEARNING_RATE = 2e-3
 
@@ -65,40 +66,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def passages(tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def passages(tokenizer: Any) -> tuple[Tensor, Tensor]:
     """All training passages as one row of tokens, and those of one article in ten, kept for scoring."""
-    cache = Path(__file__).resolve().parents[1] / "build" / "ablations.pt"
+    cache = REPOSITORY / "build" / "ablations.pt"
     if cache.exists():
         return torch.load(cache)
-    articles = json.loads(gzip.decompress((DATA / "squad" / "train-v1.1.json.gz").read_bytes()))["data"]
     sides: tuple[list[int], list[int]] = ([], [])
-    for article in articles:
-        held_out = hashlib.blake2b(article["title"].encode(), digest_size=8).digest()[0] < 26
-        for paragraph in article["paragraphs"]:
-            sides[held_out].extend([1, *tokenizer(paragraph["context"], add_special_tokens=False)["input_ids"]])
+    for held_out, contexts in articles():
+        for context in contexts:
+            sides[held_out].extend([1, *tokenizer(context, add_special_tokens=False)["input_ids"]])
     cache.parent.mkdir(exist_ok=True)
     result = torch.tensor(sides[0], dtype=torch.int16), torch.tensor(sides[1], dtype=torch.int16)
     torch.save(result, cache)
     return result
 
 
+def noisy_batches(tokens: Tensor, noise: float, vocabulary: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Stretches of the passages, a share of the labels replaced by any other token."""
+    draws = torch.Generator().manual_seed(seed)
+    while True:
+        places = torch.randint(0, len(tokens) - CONTEXT - 1, (BATCH,), generator=draws)
+        rows = torch.stack([tokens[place : place + CONTEXT + 1] for place in places.tolist()]).long()
+        labels = rows[:, 1:].clone()
+        wrong = torch.rand(labels.shape, generator=draws) < noise
+        labels[wrong] = torch.randint(3, vocabulary, (int(wrong.sum()),), generator=draws)
+        yield rows[:, :-1], labels
+
+
 def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
     """Train and score one model."""
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
-    train, held_out = passages(tokenizer)
+    tokenizer = load_tokenizer()
+    seen, held_out = passages(tokenizer)
     torch.manual_seed(seed)
-    vocabulary = len(tokenizer)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=WIDTH,
-            intermediate_size=WIDTH * 8 // 3,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-        )
-    )
+    model = make_model(len(tokenizer), WIDTH, LAYERS, CONTEXT)
     settings = dict(VARIANTS[variant])
     rate, bft_rate = settings.pop("learning_rate", LEARNING_RATE), settings.pop("bft_learning_rate", 2e-2)
     patched, output_scale = settings.pop("patched", True), settings.pop("output_scale", 1.0)
@@ -107,27 +107,9 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
             layer.self_attn.o_proj.weight.mul_(output_scale)
     if patched:
         bft_hf.patch(model, BFTConfig.unit(**settings))
-    groups = bft_hf.param_groups(model, rate, bft_learning_rate=bft_rate, weight_decay=0.1)
-    optimizer = torch.optim.AdamW(groups, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 30, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-    )
-    draws = torch.Generator().manual_seed(seed)
-    losses = []
+    batches = noisy_batches(seen, noise, len(tokenizer), seed)
     start = time.perf_counter()
-    for _ in range(STEPS):
-        places = torch.randint(0, len(train) - CONTEXT - 1, (BATCH,), generator=draws)
-        rows = torch.stack([train[place : place + CONTEXT + 1] for place in places.tolist()]).long()
-        labels = rows[:, 1:].clone()
-        wrong = torch.rand(labels.shape, generator=draws) < noise
-        labels[wrong] = torch.randint(3, vocabulary, (int(wrong.sum()),), generator=draws)
-        loss = cross_entropy(model(rows[:, :-1]).logits.flatten(0, 1), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, batches, STEPS, rate, bft_learning_rate=bft_rate)
     seconds = time.perf_counter() - start
 
     model.eval()
@@ -153,10 +135,7 @@ def run(variant: str, noise: float, seed: int) -> dict[str, Any]:
         "by_row": [round(score, 5) for score in scores],
         "train_loss": statistics.fmean(losses[-20:]),
         "gain": gains,
-        "filter": {
-            name: [round(parameter.mean().item(), 4), round(parameter.std(correction=0).item(), 4)]
-            for name, parameter in bft_hf.bft_parameters(model).items()
-        },
+        "filter": filter_state(model),
         "seconds": round(seconds, 1),
     }
 
@@ -197,17 +176,9 @@ def main() -> int:
     if args.table:
         table(args.output)
         return 0
-    args.output.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        for noise in args.noise:
-            for variant in args.variants:
-                path = args.output / f"{variant.replace(' ', '_').replace(',', '')}_noise={noise:g}_seed={seed}.json"
-                if path.exists():
-                    continue
-                result = run(variant, noise, seed)
-                path.with_suffix(".tmp").write_text(json.dumps(result) + "\n")
-                path.with_suffix(".tmp").rename(path)
-                print(f"{path.stem}: {result['held_out_nll']:.4f} in {result['seconds']} s", flush=True)
+    points = itertools.product(args.seeds, args.noise, args.variants)
+    runs = ((f"{name}_noise={noise:g}_seed={seed}", partial(run, name, noise, seed)) for seed, noise, name in points)
+    run_missing(args.output, runs)
     return 0
 
 

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
                 continue
             data = told(rows, what, lambda _: rated())
             if start != "plain":
-                bft_hf.patch(model, BFTConfig(**STARTS[start]))
+                bft_hf.patch(model, BFTConfig.unit(**STARTS[start]))
             with torch.autocast("cpu", torch.bfloat16):
                 result = evaluate_answers(
                     model, tokenizer, data, batch_size=8, max_length=1280, generate_first=arguments.generate,

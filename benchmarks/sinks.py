@@ -11,20 +11,18 @@ Finished runs (one JSON each) are not run again; `--table` prints what is there,
 """
 
 import argparse
-import gzip
-import hashlib
 import json
-import math
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from small_models import REPOSITORY, articles, filter_state, load_tokenizer, make_model, run_missing, train
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import bft_hf
 from bft_hf import BFTConfig
@@ -32,10 +30,8 @@ from bft_hf.recipes.inspection.figures import draw_lengths
 from bft_hf.recipes.inspection.gates import add_gates
 from bft_hf.recipes.inspection.profile import by_length, correlation, per_doubling, profile, t_interval
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-DATA = REPOSITORY.parent / "shared" / "data"
-WIDTH, LAYERS, HEADS, CONTEXT, BATCH, STEPS = 64, 4, 4, 512, 4, 400
-LEARNING_RATE, WARM_UP = 4e-3, 30
+WIDTH, LAYERS, CONTEXT, BATCH, STEPS = 64, 4, 512, 4, 400
+LEARNING_RATE = 4e-3
 LENGTHS = (32, 64, 128, 256, 512)
 SCORED, PROFILED = 32, 16
 FIRST_TOKEN = 1
@@ -50,16 +46,14 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def articles(tokenizer: Any) -> tuple[list[Tensor], list[Tensor]]:
+def texts(tokenizer: Any) -> tuple[list[Tensor], list[Tensor]]:
     """The running text of every article as tokens: those to train on, and one in ten that is kept."""
     cache = REPOSITORY / "build" / "sinks.pt"
     if cache.exists():
         return torch.load(cache)
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for article in json.loads(gzip.decompress((DATA / "squad" / "train-v1.1.json.gz").read_bytes()))["data"]:
-        held_out = hashlib.blake2b(article["title"].encode(), digest_size=8).digest()[0] < 26
-        text = "\n".join(paragraph["context"] for paragraph in article["paragraphs"])
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    for held_out, passages in articles():
+        ids = tokenizer("\n".join(passages), add_special_tokens=False)["input_ids"]
         if len(ids) >= CONTEXT:
             sides[held_out].append(torch.tensor(ids, dtype=torch.int16))
     cache.parent.mkdir(exist_ok=True)
@@ -79,50 +73,28 @@ def draw(side: list[Tensor], count: int, generator: torch.Generator) -> Tensor:
 
 def run(arm: str, seed: int) -> dict[str, Any]:
     """Train and measure one model."""
-    tokenizer = AutoTokenizer.from_pretrained(DATA / "stories260K")
-    train, held_out = articles(tokenizer)
+    tokenizer = load_tokenizer()
+    seen, held_out = texts(tokenizer)
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=WIDTH,
-            intermediate_size=WIDTH * 8 // 3,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            max_position_embeddings=CONTEXT,
-            tie_word_embeddings=True,
-        )
-    )
+    model = make_model(len(tokenizer), WIDTH, LAYERS, CONTEXT)
     settings = ARMS[arm]
     if "gate" in settings:
         add_gates(model, settings["gate"])
     if "filter" in settings:
         bft_hf.patch(model, BFTConfig.unit(**settings["filter"]))
-    optimizer = torch.optim.AdamW(bft_hf.param_groups(model, LEARNING_RATE, weight_decay=0.1), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-    )
     draws = torch.Generator().manual_seed(seed)
-    losses = []
+    rows = (draw(seen, BATCH, draws) for _ in range(STEPS))
     start = time.process_time()
-    for _ in range(STEPS):
-        rows = draw(train, BATCH, draws)
-        loss = cross_entropy(model(rows[:, :-1], use_cache=False).logits.flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = train(model, ((row[:, :-1], row[:, 1:]) for row in rows), STEPS, LEARNING_RATE)
     seconds = time.process_time() - start
 
     model.eval()
-    rows = draw(held_out, SCORED, torch.Generator().manual_seed(0))
+    kept = draw(held_out, SCORED, torch.Generator().manual_seed(0))
     scores = []
     with torch.inference_mode():
-        for row in rows:
+        for row in kept:
             scores.append(cross_entropy(model(row[None, :-1], use_cache=False).logits[0], row[1:]).item())
-    found = profile(model, list(rows[:PROFILED, :-1]))
+    found = profile(model, list(kept[:PROFILED, :-1]))
     return {
         "arm": arm,
         "seed": seed,
@@ -138,10 +110,7 @@ def run(arm: str, seed: int) -> dict[str, Any]:
             for name in ("gain", "gate")
             if getattr(found, name) is not None
         },
-        "filter": {
-            name: [round(parameter.mean().item(), 4), round(parameter.std(correction=0).item(), 4)]
-            for name, parameter in bft_hf.bft_parameters(model).items()
-        },
+        "filter": filter_state(model),
         "cpu_seconds": round(seconds, 1),
     }
 
@@ -207,16 +176,8 @@ def main() -> int:
         return 0
     if args.threads:
         torch.set_num_threads(args.threads)
-    args.output.mkdir(parents=True, exist_ok=True)
-    for seed in args.seeds:
-        for arm in args.arms:
-            path = args.output / f"{arm.replace(' ', '_').replace(',', '')}_seed={seed}.json"
-            if path.exists():
-                continue
-            result = run(arm, seed)
-            path.with_suffix(".tmp").write_text(json.dumps(result) + "\n")
-            path.with_suffix(".tmp").rename(path)
-            print(f"{path.stem}: {result['held_out_nll']:.4f} in {result['cpu_seconds']} CPU s", flush=True)
+    runs = ((f"{arm}_seed={seed}", partial(run, arm, seed)) for seed in args.seeds for arm in args.arms)
+    run_missing(args.output, runs)
     return 0
 
 

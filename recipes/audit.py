@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from .arguments import looks_like_file
-from .command import OneLineParser, UsageError, one_line, run_command, say
+from .command import OneLineParser, UsageError, console_script, one_line, say
 from .suspicion import AGGREGATES, COMBINED, DEFAULT_AGGREGATE, DEFAULT_SCORE, SUSPICIONS
 
 AUDIT_FORMAT = 1
@@ -119,28 +119,17 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+@console_script("bft-audit", extra="audit")
+def main(argv: list[str]) -> None:
+    """Run the command on these words, the program's name left out."""
+    if argv[:1] == ["selective"]:
+        from .selective import run as run_selective
 
-    Args:
-        argv: The command line without the program's name; None reads sys.argv.
-
-    Returns:
-        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def body() -> None:
-        if argv[:1] == ["selective"]:
-            from .selective import run as run_selective
-
-            run_selective(argv[1:])
-        elif argv[:1] == ["compare"]:
-            _compare(compare_parser().parse_args(argv[1:]))
-        else:
-            _run(_checked(parser().parse_args(argv)), shlex.join(["bft-audit", *argv]))
-
-    return run_command("bft-audit", body, extra="audit")
+        run_selective(argv[1:])
+    elif argv[:1] == ["compare"]:
+        _compare(compare_parser().parse_args(argv[1:]))
+    else:
+        _run(_checked(parser().parse_args(argv)), shlex.join(["bft-audit", *argv]))
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:

@@ -1,17 +1,14 @@
 """The page of an audit: its most suspicious rows in one HTML file that needs no network."""
 
-import base64
-import hashlib
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any
+
+from .pages import fill
 
 if TYPE_CHECKING:
     import pandas
 
-TEMPLATES = Path(__file__).parent / "templates"
 LEVELS = (
     (0.01, "s4"),
     (0.05, "s3"),
@@ -36,26 +33,22 @@ COLUMNS = (
 def page(rows: "pandas.DataFrame", tokens: "pandas.DataFrame", result: Mapping[str, Any]) -> str:
     """Write the page.
 
-    Every text of the data is escaped, and the page's own policy lets no script run but the one it is made with.
+    Every text of the data is escaped.
 
     Args:
         rows: The rows to show, from `audit_tables.rank_rows`.
         tokens: Those of all rows, from `audit_tables.Scorer`, with `suspicion` and `rank`.
         result: What audit.json holds.
     """
-    script = (TEMPLATES / "audit.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     columns = [column for column in COLUMNS if column[1] in rows]
     shown = dict(list(tokens[tokens["row"].isin(rows["row"])].groupby("row", sort=False)))
-    title = f"Audit of {result['dataset']}"
-    return Template((TEMPLATES / "audit.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title),
-        script_hash=f"'sha256-{digest}'",
+    return fill(
+        "audit",
+        f"Audit of {result['dataset']}",
         introduction=_introduction(result),
         caption=f"The {len(rows)} most suspicious of {result['rows']} rows. A heading sorts, and sorts the other way when pressed again.",
         headings="".join(_heading(*column) for column in columns),
         rows="\n".join(_row(row, shown[row["row"]], columns, len(tokens)) for row in rows.to_dict("records")),
-        script=script,
     )
 
 

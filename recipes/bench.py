@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .command import OneLineParser, UsageError, run_command
+from .command import OneLineParser, UsageError, console_script
 from .grid import KEEP, Grid, Run, read_grid
 from .runner import Runner, duration
 from .runs import check_command, shell_line, state
@@ -86,29 +86,18 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+@console_script("bft-bench", extra="bench", interrupted="interrupted; the same command goes on from here")
+def main(argv: list[str]) -> int:
+    """Run the command on these words, the program's name left out."""
+    if argv[:1] == ["report"]:
+        from .report import main as report
 
-    Args:
-        argv: The command line without the program's name; None reads sys.argv.
+        return report(argv[1:])
+    if argv[:1] == ["pack"]:
+        from .records import main as pack
 
-    Returns:
-        The exit status, as --help has it.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def body() -> int:
-        if argv[:1] == ["report"]:
-            from .report import main as report
-
-            return report(argv[1:])
-        if argv[:1] == ["pack"]:
-            from .records import main as pack
-
-            return pack(argv[1:])
-        return _bench(parser().parse_args(argv))
-
-    return run_command("bft-bench", body, extra="bench", interrupted="interrupted; the same command goes on from here")
+        return pack(argv[1:])
+    return _bench(parser().parse_args(argv))
 
 
 def _bench(options: argparse.Namespace) -> int:

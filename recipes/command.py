@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 
 class UsageError(ValueError):
@@ -65,6 +65,38 @@ def say(text: str) -> None:
 def missing_packages(extra: str) -> str:
     """What stands in front of an ImportError of packages that an extra brings."""
     return f"packages are missing, pip install 'bft-hf[{extra}]' brings them: "
+
+
+class Main(Protocol):
+    """A console script: its words, or None for those of sys.argv, to an exit status."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def console_script(
+    name: str, *, extra: str, interrupted: str = "interrupted"
+) -> Callable[[Callable[[list[str]], int | None]], Main]:
+    """Make the `main` of a console script of a function of its words.
+
+    Args:
+        name: The program's.
+        extra: As for `run_command`.
+        interrupted: As for `run_command`.
+
+    Returns:
+        A decorator. What it makes gives the exit status of `run_command`.
+    """
+
+    def decorate(body: Callable[[list[str]], int | None]) -> Main:
+        def main(argv: Sequence[str] | None = None) -> int:
+            words = list(sys.argv[1:] if argv is None else argv)
+            return run_command(name, lambda: body(words), extra=extra, interrupted=interrupted)
+
+        main.__doc__, main.__module__ = body.__doc__, body.__module__
+        main.__name__ = main.__qualname__ = body.__name__
+        return main
+
+    return decorate
 
 
 def run_command(name: str, body: Callable[[], int | None], *, extra: str, interrupted: str = "interrupted") -> int:

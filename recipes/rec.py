@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .arguments import check_output_dir
-from .command import UsageError, as_usage_error, run_command
+from .command import UsageError, as_usage_error, console_script
 from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_overrides, parse_recommend
 from .rec_outputs import PROTOCOL, data_summary, describe, outcome, report, write_per_user
 from .results import count_parameters, library_versions, write_json
@@ -40,24 +40,13 @@ CHECKPOINT = "training.pt"
 OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: The command line without the program's name; None reads sys.argv.
-
-    Returns:
-        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def body() -> None:
-        if argv[:1] == ["recommend"]:
-            _recommend(argv[1:])
-        else:
-            _run(parse(argv), shlex.join(["bft-rec", *argv]))
-
-    return run_command("bft-rec", body, extra="rec", interrupted="interrupted; --resume goes on after the last epoch")
+@console_script("bft-rec", extra="rec", interrupted="interrupted; --resume goes on after the last epoch")
+def main(argv: list[str]) -> None:
+    """Run the command on these words, the program's name left out."""
+    if argv[:1] == ["recommend"]:
+        _recommend(argv[1:])
+    else:
+        _run(parse(argv), shlex.join(["bft-rec", *argv]))
 
 
 def _without_bars() -> None:

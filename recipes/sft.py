@@ -51,7 +51,7 @@ from .arguments import (
     parse,
     print_help,
 )
-from .command import UsageError, as_usage_error, is_main_process, missing_packages, run_command, say
+from .command import UsageError, as_usage_error, console_script, is_main_process, missing_packages, say
 from .data import (
     Data,
     evaluation_questions,
@@ -81,25 +81,14 @@ if TYPE_CHECKING:
 GAIN_PROMPTS = 8
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: The command line without the program's name; None reads sys.argv.
-
-    Returns:
-        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def body() -> None:
-        asked = vars(light_parser().parse_known_args(argv)[0])
-        if "help" in asked or "help_all" in asked:
-            print_help(everything="help_all" in asked)
-        else:
-            _run(first_look(argv), shlex.join(["bft-sft", *argv]))
-
-    return run_command("bft-sft", body, extra="sft")
+@console_script("bft-sft", extra="sft")
+def main(argv: list[str]) -> None:
+    """Run the command on these words, the program's name left out."""
+    asked = vars(light_parser().parse_known_args(argv)[0])
+    if "help" in asked or "help_all" in asked:
+        print_help(everything="help_all" in asked)
+    else:
+        _run(first_look(argv), shlex.join(["bft-sft", *argv]))
 
 
 def _run(look: FirstLook, command: str) -> None:

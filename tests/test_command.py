@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from bft_hf.recipes.command import OneLineParser, UsageError, as_usage_error, run_command, without_flag
+from bft_hf.recipes.command import OneLineParser, UsageError, as_usage_error, console_script, run_command, without_flag
 
 
 def raising(error: BaseException):
@@ -31,6 +31,20 @@ def raising(error: BaseException):
 def test_what_goes_wrong_is_one_line_and_a_status(error, status, line, capsys):
     assert run_command("bft-x", raising(error), extra="sft", interrupted="stopped") == status
     assert capsys.readouterr().err == line + "\n"
+
+
+def test_a_console_script_reads_its_words_and_gives_a_status(monkeypatch, capsys):
+    @console_script("bft-x", extra="sft", interrupted="stopped")
+    def main(argv: list[str]) -> int:
+        """Do it."""
+        if "--bad" in argv:
+            raise UsageError("no --bad here")
+        return len(argv)
+
+    monkeypatch.setattr("sys.argv", ["bft-x", "one", "two"])
+    assert main() == 2 and main(["a"]) == 1 and main([]) == 0 and capsys.readouterr().err == ""
+    assert main(("--bad",)) == 2 and capsys.readouterr().err == "bft-x: no --bad here\n"
+    assert (main.__doc__, main.__name__, main.__module__) == ("Do it.", "main", __name__)
 
 
 def test_a_status_is_handed_on_and_bugs_are_not_hidden():

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arguments import BUNDLED_DATASETS, BUNDLED_MODELS, looks_like_file
-from ..command import OneLineParser, UsageError, as_usage_error, one_line, run_command, say
+from ..command import OneLineParser, UsageError, as_usage_error, console_script, one_line, say
 
 INSPECT_FORMAT = 1
 FILTER_FLAGS = ("bft_config", "process_noise", "initial_precision")
@@ -98,26 +98,15 @@ def add_filter(result: argparse.ArgumentParser) -> None:
     add("--initial_precision", type=float, metavar="TAU", help="Precision that tokens begin with. Default 1.")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command.
+@console_script("bft-inspect", extra="inspect")
+def main(argv: list[str]) -> None:
+    """Run the command on these words, the program's name left out."""
+    if argv[:1] == ["sinks"]:
+        from .sinks import run as run_sinks
 
-    Args:
-        argv: The command line without the program's name; None reads sys.argv.
-
-    Returns:
-        The exit status: 0, or 2 after one line on stderr when the command cannot run as given.
-    """
-    argv = list(sys.argv[1:] if argv is None else argv)
-
-    def body() -> None:
-        if argv[:1] == ["sinks"]:
-            from .sinks import run as run_sinks
-
-            run_sinks(argv[1:])
-        else:
-            _run(_checked(parser().parse_args(argv)), shlex.join(["bft-inspect", *argv]))
-
-    return run_command("bft-inspect", body, extra="inspect")
+        run_sinks(argv[1:])
+    else:
+        _run(_checked(parser().parse_args(argv)), shlex.join(["bft-inspect", *argv]))
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:

@@ -2,20 +2,18 @@
 
 import base64
 import gzip
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import numpy as np
 
+from ..pages import fill
 from .look import Look
 from .tables import measure
 
-TEMPLATES = Path(__file__).parents[1] / "templates"
 # Name, label, whether the shade is by logarithm, whether it is by head.
 MEASURES = (
     ("precision", "precision", True, False),
@@ -33,14 +31,12 @@ VISIBLE = str.maketrans({"\n": "\u21b5\n", "\r": "\u240d", "\t": "\u21e5"})
 def page(looks: Sequence[Look], result: Mapping[str, Any]) -> str:
     """Write the page.
 
-    Every text is escaped, and the page's own policy lets no script run but the one it is made with.
+    Every text is escaped.
 
     Args:
         looks: One for each text.
         result: What inspect.json holds.
     """
-    script = (TEMPLATES / "inspect.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     meta = {
         "layers": looks[0].layers,
         "heads": looks[0].sample_size.shape[1],
@@ -59,9 +55,9 @@ def page(looks: Sequence[Look], result: Mapping[str, Any]) -> str:
         ],
     }
     model = Path(str(result["model"])).name or str(result["model"])
-    return Template((TEMPLATES / "inspect.html").read_text(encoding="utf-8")).substitute(
-        title=escape(f"A look inside {model}"),
-        script_hash=f"'sha256-{digest}'",
+    return fill(
+        "inspect",
+        f"A look inside {model}",
         introduction=_introduction(looks, result),
         about=_about(result),
         several="" if len(looks) > 1 else " hidden",
@@ -77,7 +73,6 @@ def page(looks: Sequence[Look], result: Mapping[str, Any]) -> str:
             f'<script type="application/octet-stream" id="data-{place}">{pack(look)}</script>'
             for place, look in enumerate(looks)
         ),
-        script=script,
     )
 
 
