@@ -30,6 +30,19 @@ ARMS = ("plain", "patched")
 
 def main() -> None:
     """Print a table, and write it as JSON."""
+    arguments = parse()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    rows = [measure(arguments, batch) for batch in arguments.batch]
+    text = table(rows, arguments.compile)
+    facts = facts_of(arguments) | {name: getattr(arguments, name) for name in ("prompt", "new", "cache", "compile")}
+    print(text + "\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps({"rows": rows, "facts": facts}, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32])
@@ -44,14 +57,7 @@ def main() -> None:
         parser.error("generate() compiles no dynamic cache: --compile wants --cache static")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    rows = [measure(arguments, batch) for batch in arguments.batch]
-    text = table(rows, arguments.compile)
-    facts = facts_of(arguments) | {name: getattr(arguments, name) for name in ("prompt", "new", "cache", "compile")}
-    print(text + "\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps({"rows": rows, "facts": facts}, indent=1) + "\n")
+    return arguments
 
 
 class Clock:

@@ -18,6 +18,15 @@ WIDTHS = (64, 66, 72, 80, 96, 128)
 
 def main() -> None:
     """Print, for each length and width, forward and backward time over that of the first width."""
+    arguments = parse()
+    print("| tokens | width | forward ms | ratio | backward ms | ratio |\n| ---: | ---: | ---: | ---: | ---: | ---: |")
+    for tokens in arguments.tokens:
+        for line in measure(arguments, tokens):
+            print(line)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
     parser.add_argument("--heads", type=int, default=9)
@@ -30,10 +39,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    print("| tokens | width | forward ms | ratio | backward ms | ratio |\n| ---: | ---: | ---: | ---: | ---: | ---: |")
-    for tokens in arguments.tokens:
-        for line in measure(arguments, tokens):
-            print(line)
+    return arguments
 
 
 def measure(arguments: argparse.Namespace, tokens: int) -> list[str]:

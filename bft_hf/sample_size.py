@@ -95,8 +95,11 @@ class _SquareSum(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(query, key)
         ctx.visibility, ctx.scaling, ctx.dtype, ctx.cap = visibility, scaling, dtype, cap
-        blocks = [_weights(query, key, visibility, scaling, dtype, rows, cap)[0] for rows in visibility.row_blocks()]
-        return torch.cat([weights.square().sum(-1).flatten(1, 2) for weights in blocks], dim=-1)
+        blocks = []
+        for rows in visibility.row_blocks():
+            weights, seen, _ = _weights(query, key, visibility, scaling, dtype, rows, cap)
+            blocks.append((torch.linalg.vector_norm(weights, dim=-1).square() * seen).flatten(1, 2))
+        return torch.cat(blocks, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -110,21 +113,20 @@ class _SquareSum(torch.autograd.Function):
         grad_key = torch.zeros_like(key, dtype=ctx.dtype)
         groups = key.shape[1]
         for rows in ctx.visibility.row_blocks():
-            weights, slope = _weights(query, key, ctx.visibility, ctx.scaling, ctx.dtype, rows, ctx.cap)
-            square_sum = weights.square().sum(-1, keepdim=True)
-            grad_rows = grad[..., rows].unflatten(1, (groups, -1)).unsqueeze(-1).to(ctx.dtype)
-            grad_scores = grad_rows * 2 * weights * (weights - square_sum) * ctx.scaling
-            rows_of_query = query[:, :, rows].unflatten(1, (groups, -1)).to(ctx.dtype)
-            keys = key.unsqueeze(2).to(ctx.dtype)
-            block = grad_scores @ keys
-            block_key = (grad_scores.transpose(-1, -2) @ rows_of_query).sum(2)
+            weights, seen, slope = _weights(query, key, ctx.visibility, ctx.scaling, ctx.dtype, rows, ctx.cap)
+            grad_rows = grad[..., rows].unflatten(1, (groups, -1)).to(ctx.dtype) * (2 * ctx.scaling) * seen
+            square_sum = torch.linalg.vector_norm(weights, dim=-1, keepdim=True).square()
+            grad_scores = (weights - square_sum).mul_(weights).mul_(grad_rows.unsqueeze(-1))
+            by_query = query[:, :, rows].unflatten(1, (groups, -1)).to(ctx.dtype)
+            keys = key[:, :, : weights.shape[-1]].to(ctx.dtype)
+            block, block_key = _times(grad_scores, keys), _over_rows(grad_scores, by_query)
             if slope is not None:
-                capped = grad_scores * slope
                 width = ctx.cap[1]
-                block[..., :width] = capped @ keys[..., :width]
-                block_key[..., :width] = (capped.transpose(-1, -2) @ rows_of_query[..., :width]).sum(2)
+                capped = grad_scores.mul_(slope)
+                block[..., :width] = _times(capped, keys[..., :width])
+                block_key[..., :width] = _over_rows(capped, by_query[..., :width])
             grad_query[:, :, rows] = block.flatten(1, 2).to(query.dtype)
-            grad_key += block_key
+            grad_key[:, :, : weights.shape[-1]] += block_key
         return grad_query, grad_key.to(key.dtype), None, None, None, None
 
 
@@ -136,27 +138,40 @@ def _weights(
     dtype: torch.dtype,
     rows: slice,
     cap: Cap | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key); 0 in rows that see nothing.
+) -> tuple[Tensor, Tensor | int, Tensor | None]:
+    """Softmax weights of a block of rows, (batch, kv_head, heads a kv_head, row, key), of the first keys where none sees more.
 
-    Also the slope of the capped scores by the model's own, where they are capped.
+    Also whether each row sees anything, (batch or 1, 1, 1, row), 1 where all do: the weights of one that does not mean nothing. And
+    the slope of the capped scores by the model's own, where they are capped.
     """
+    stop = visibility.keys_before(rows)
     queries = query[:, :, rows].unflatten(1, (key.shape[1], -1)).to(dtype)
-    keys = key.unsqueeze(2).to(dtype).transpose(-1, -2)
+    keys = key[:, :, :stop].to(dtype).transpose(-1, -2)
     slope = None
     if cap is None:
-        scores = queries @ keys * scaling
+        scores = _times(queries * scaling, keys)
     else:
         limit, width = cap
-        bounded = torch.tanh(queries[..., :width] @ keys[..., :width, :] * (scaling / limit))
-        scores = limit * bounded + queries[..., width:] @ keys[..., width:, :] * scaling
+        bounded = _times(queries[..., :width] * (scaling / limit), keys[..., :width, :]).tanh_()
+        scores = _times(queries[..., width:] * scaling, keys[..., width:, :]).add_(bounded, alpha=limit)
         slope = 1 - bounded * bounded
     mask = visibility.attention_mask
     if isinstance(mask, Tensor) and mask.ndim == 4 and mask.is_floating_point():
-        scores = scores + mask[:, :, rows, : key.shape[2]].unsqueeze(1).to(dtype)
+        scores = scores.add_(mask[:, :, rows, :stop].unsqueeze(1).to(dtype))
     visible = visibility.rows(rows)
     if visible is None:
-        return scores.softmax(-1), slope
-    visible = visible[:, None, None]
-    scores = scores.masked_fill(~visible, -torch.inf)
-    return torch.where(visible.any(-1, keepdim=True), scores, 0).softmax(-1) * visible, slope
+        return scores.softmax(-1), 1, slope
+    visible = visible[:, None, None, :, :stop]
+    # The most negative number, no infinity: a row that sees nothing then has weights without NaN.
+    scores = scores.masked_fill_(~visible, torch.finfo(dtype).min)
+    return scores.softmax(-1), visible.any(-1), slope
+
+
+def _times(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(batch, kv_head, heads, row, n) times (batch, kv_head, n, m), as one product a kv_head."""
+    return (rows.flatten(2, 3) @ matrix).unflatten(2, rows.shape[2:4])
+
+
+def _over_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Sum over heads and rows of the outer products of (batch, kv_head, heads, row, n) and (..., m): (batch, kv_head, n, m)."""
+    return left.flatten(2, 3).transpose(-1, -2) @ right.flatten(2, 3)

@@ -64,6 +64,12 @@ class Visibility:
             seen = seen & (self.documents[:, rows, None] == self.documents[:, None])
         return seen
 
+    def keys_before(self, rows: slice) -> int:
+        """How many keys, from the first, these rows see at most; all where that would have to be read from a mask."""
+        if self.attention_mask is not None or self.tokens == 1:
+            return self.keys
+        return min(self.keys, rows.stop + (self.keys - self.tokens if self.flash else 0))
+
     def count(self, reliable: Tensor | None) -> Tensor | int:
         """How many keys each query sees, (batch or 1, token); of the reliable ones, (batch, key), if given.
 

@@ -128,7 +128,7 @@ class SFTArguments:
         default=None, metadata={"help": "Questions to evaluate on, if not the validation part of --dataset."}
     )
     train_examples: int | None = field(
-        default=None, metadata={"help": "Train on this many questions, drawn with --seed. Default: all."}
+        default=None, metadata={"help": "Train on this many questions, drawn with --seed; 0 for all. Default: all."}
     )
     eval_examples: int | None = field(
         default=None,
@@ -240,12 +240,14 @@ class SFTArguments:
             raise UsageError(f"unknown --method {self.method!r}: choose from {', '.join(METHODS)}")
         if not _is_number(self.noise) or not 0.0 <= self.noise <= 1.0:
             raise UsageError(f"--noise must be a number in [0, 1], got {self.noise}")
-        for name in ("train_examples", "max_context_chars", "max_new_tokens"):
+        for name in ("max_context_chars", "max_new_tokens"):
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or value < 1):
                 raise UsageError(f"--{name} must be a positive integer, got {value}")
-        if self.eval_examples is not None and (not _is_number(self.eval_examples) or self.eval_examples < 0):
-            raise UsageError(f"--eval_examples must be 0 (all) or a positive integer, got {self.eval_examples}")
+        for name in ("train_examples", "eval_examples"):
+            value = getattr(self, name)
+            if value is not None and (not _is_number(value) or value < 0):
+                raise UsageError(f"--{name} must be 0 (all) or a positive integer, got {value}")
         if self.eval_f1_examples is not None and (not _is_number(self.eval_f1_examples) or self.eval_f1_examples < 0):
             raise UsageError(f"--eval_f1_examples must be 0 (none) or a positive integer, got {self.eval_f1_examples}")
         if self.distractors is not None and (not _is_number(self.distractors) or self.distractors < 0):

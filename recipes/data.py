@@ -73,7 +73,7 @@ def load_data(methods: list[str], arguments: SFTArguments, seed: int) -> Data:
             read_questions(name, split="all" if own_evaluation and is_file(name) else split)
             for name, split in ((source, "train"), (eval_source, "validation"))
         ]
-        train = sides[0].sample(arguments.train_examples, arguments.max_context_chars, seed)
+        train = sides[0].sample(arguments.train_examples or None, arguments.max_context_chars, seed)
         evaluation = sides[1].sample(arguments.eval_examples or None, arguments.max_context_chars, EVALUATION_SEED)
     cut = arguments.eval_examples is None and len(evaluation) > DEFAULT_EVAL_EXAMPLES
     if cut or (arguments.eval_f1_examples is not None and not arguments.eval_examples):

@@ -313,6 +313,17 @@ def test_every_shipped_config_runs(config: str, run: Any) -> None:
     assert written["adapter"] == (config != "squad_tinyllama.yaml") and written["training"]["steps"] == 2
 
 
+def test_all_questions_whatever_a_config_says(run: Any, questions: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("train_examples: 8\neval_examples: 3\n")
+    counts = []
+    for more in ([], ["--train_examples", "0", "--eval_examples", "0"]):
+        out = run("--config", str(file), "--method", "sft", "--eval_dataset", questions, *more, "--overwrite")
+        data = json.loads((out / "results.json").read_text())["data"]
+        counts.append((data["train_examples"], data["eval_examples"]))
+    assert counts == [(8, 3), (60, 60)]
+
+
 def test_command_line_wins_over_config(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("noise: 0.2\nmethod: sft\nlearning_rate: 1e-3\ntrain_examples: 5\n")
@@ -385,6 +396,7 @@ REFUSED = {
     "no file": (["--dataset", "no/such/file.jsonl"], "--dataset no/such/file.jsonl: no such file"),
     "no evaluation file": (["--eval_dataset", "none.json.gz"], "--eval_dataset none.json.gz: no such file"),
     "malformed row": (["--dataset", "malformed.jsonl"], "row 2 (line 2) is malformed: it has no 'answers'"),
+    "a negative number": (["--train_examples", "-2"], "--train_examples must be 0 (all) or a positive integer, got -2"),
     "too few": (["--train_examples", "1000"], "1000 were asked for"),
     "no folder": (["--model_name_or_path", "./nothing"], "--model_name_or_path ./nothing: no such folder"),
     "no model in folder": (["--model_name_or_path", "empty"], "the folder 'empty' holds no config.json"),
