@@ -11,6 +11,7 @@ from bft_hf import BFTConfig, patch
 from bft_hf.noise.distractors import add_distractors
 from bft_hf.noise.reliability import retriever_reliability
 from bft_hf.recipes.evaluation import evaluate_answers
+from bft_hf.recipes.likelihood import likelihood_reliability
 from bft_hf.recipes.models import load_model_and_tokenizer
 from bft_hf.recipes.questions import load_questions
 
@@ -23,7 +24,8 @@ arguments = parser.parse_args()
 model, tokenizer = load_model_and_tokenizer(arguments.model)
 questions = load_questions(arguments.data, split="all", limit=arguments.questions, seed=0)
 rows = add_distractors(questions, 4, seed=0, source=("ctxs", "bm25"))
-rated = retriever_reliability(rows)
+by_retriever = retriever_reliability(rows)
+by_model = likelihood_reliability(rows, model, tokenizer)  # before it is patched
 
 
 def oracle(row: dict) -> dict:
@@ -40,5 +42,6 @@ def show(name: str, rows: Dataset, **options: bool) -> None:
 show("plain", rows)
 patch(model, BFTConfig(kriging=False, gain=False, propagate=False))
 show("patched, nothing told", rows)
-show("retriever's scores", rated, reliability=True)
+show("retriever's scores", by_retriever, reliability=True)
+show("the model's opinion", by_model, reliability=True)
 show("an oracle's", rows.map(oracle), reliability=True)

@@ -79,8 +79,12 @@ def test_recommend_takes_a_file_and_a_history(run: Run) -> None:
 def test_reliability_acts_and_the_patch_alone_does_not(run: Run) -> None:
     printed = run("reliability", "--questions", "3")
     likelihood = dict(
-        re.findall(r"^(plain|patched, nothing told|retriever's scores|an oracle's) +answer NLL ([\d.]+)", printed, re.M)
+        re.findall(
+            r"^(plain|patched, nothing told|retriever's scores|the model's opinion|an oracle's) +answer NLL ([\d.]+)",
+            printed,
+            re.M,
+        )
     )
-    assert len(likelihood) == 4
+    assert len(likelihood) == 5
     assert likelihood["plain"] == likelihood["patched, nothing told"]
     assert likelihood["plain"] != likelihood["an oracle's"] and likelihood["plain"] != likelihood["retriever's scores"]
