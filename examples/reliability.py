@@ -26,11 +26,9 @@ questions = load_questions(arguments.data, split="all", limit=arguments.question
 rows = add_distractors(questions, 4, seed=0, source=("ctxs", "bm25"))
 by_retriever = retriever_reliability(rows)
 by_model = likelihood_reliability(rows, model, tokenizer)  # before it is patched
-
-
-def oracle(row: dict) -> dict:
-    """What a perfect retriever would say."""
-    return {"passages": [{**one, "reliability": [1.0 if one["gold"] else 0.05]} for one in row["passages"]]}
+by_oracle = rows.map(  # what a perfect retriever would say
+    lambda row: {"passages": [{**one, "reliability": [1.0 if one["gold"] else 0.05]} for one in row["passages"]]}
+)
 
 
 def show(name: str, rows: Dataset, **options: bool) -> None:
@@ -44,4 +42,4 @@ patch(model, BFTConfig(kriging=False, gain=False, propagate=False))
 show("patched, nothing told", rows)
 show("retriever's scores", by_retriever, reliability=True)
 show("the model's opinion", by_model, reliability=True)
-show("an oracle's", rows.map(oracle), reliability=True)
+show("an oracle's", by_oracle, reliability=True)
