@@ -76,19 +76,25 @@ def keep_best(row: dict[str, Any]) -> dict[str, Any]:
     return {"passages": [max(row["passages"], key=lambda passage: passage["reliability"][0])]}
 
 
-def told(rows: Any, what: str, rate_by_likelihood: Callable[[Any], Any] | None = None) -> Any:
-    """The rows with the reliability of `TOLD`."""
+def told(rows: Any, what: str, by_likelihood: Callable[[], Any]) -> Any:
+    """The rows with the reliability of `TOLD`; `by_likelihood` gives those that the model has rated."""
     if what == "none":
         return rows
     if what.startswith("shuffled "):
-        return told(rows, what.removeprefix("shuffled "), rate_by_likelihood).map(shuffle)
+        return told(rows, what.removeprefix("shuffled "), by_likelihood).map(shuffle)
     if what == PRUNED:
-        return told(rows, "likelihood", rate_by_likelihood).map(keep_best)
-    if what == "likelihood" and rate_by_likelihood is not None:
-        return rate_by_likelihood(rows)
+        return by_likelihood().map(keep_best)
+    if what == "likelihood":
+        return by_likelihood()
     if what.startswith("oracle "):
         return rows.map(rate, fn_kwargs={"others": float(what.removeprefix("oracle "))})
     return retriever_reliability(rows, progress=False)
+
+
+def rate_by_model(rows: Any, model: Any, tokenizer: Any) -> Any:
+    """The rows with the reliability that the model, not patched, gives their passages."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return likelihood_reliability(rows, model, tokenizer)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -102,11 +108,7 @@ def run(arguments: argparse.Namespace) -> None:
     for k in arguments.distractors:
         rows = add_distractors(questions, k, seed=0, source=("ctxs", "bm25"), progress=False)
 
-        @functools.cache
-        def rated(k: int = k, rows: Any = rows) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return likelihood_reliability(rows, model, tokenizer, desc=f"k={k}: rating passages")
-
+        by_likelihood = functools.cache(functools.partial(rate_by_model, rows, model, tokenizer))
         for start, what in itertools.product(("plain", *arguments.starts), arguments.reliability):
             name = f"k={k}_{start}_{what}".replace(" ", "-")
             path = arguments.output / f"{name}.json"
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace) -> None:
             fits = what == "none" or (k > 0 and is_told == (start != "plain"))
             if path.exists() or not fits:
                 continue
-            data = told(rows, what, lambda _: rated())
+            data = told(rows, what, by_likelihood)
             if start != "plain":
                 bft_hf.patch(model, BFTConfig.unit(**STARTS[start]))
             with torch.autocast("cpu", torch.bfloat16):

@@ -24,6 +24,19 @@ def reliability_of_scores(scores: Sequence[float], floor: float = FLOOR) -> list
     return np.maximum(values / best, floor).tolist() if best > 0 else [1.0] * len(values)
 
 
+def with_reliability(passages: Sequence[Mapping[str, Any]], reliability: Sequence[float]) -> dict[str, Any]:
+    """The column `passages` of a row, with one number for each passage."""
+    return {"passages": [{**passage, "reliability": [one]} for passage, one in zip(passages, reliability, strict=True)]}
+
+
+def check_rating(dataset: Dataset, floor: float) -> None:
+    """Raise ValueError where there are no passages to rate, or the least reliability is outside [0, 1]."""
+    if not 0.0 <= floor <= 1.0:
+        raise ValueError(f"the least reliability must be in [0, 1], got {floor}")
+    if "passages" not in dataset.column_names:
+        raise ValueError("the dataset has no column 'passages': add_distractors makes it (also for 0 of them)")
+
+
 @dataclass(frozen=True)
 class _Rate:
     """The function given to `datasets.map`."""
@@ -36,13 +49,8 @@ class _Rate:
         scores = [passage["score"] for passage in passages]
         if any(score is None for score in scores):
             scores = self.index.scores_of(row["question"], [passage["text"] for passage in passages])
-        rated = reliability_of_scores(scores, self.floor)
-        return {
-            "passages": [
-                {**passage, "score": score, "reliability": [value]}
-                for passage, score, value in zip(passages, scores, rated, strict=True)
-            ]
-        }
+        scored = [{**passage, "score": score} for passage, score in zip(passages, scores, strict=True)]
+        return with_reliability(scored, reliability_of_scores(scores, self.floor))
 
 
 def retriever_reliability(
@@ -72,10 +80,7 @@ def retriever_reliability(
     Raises:
         ValueError: There are no passages, or `floor` is outside [0, 1].
     """
-    if not 0.0 <= floor <= 1.0:
-        raise ValueError(f"the least reliability must be in [0, 1], got {floor}")
-    if "passages" not in dataset.column_names:
-        raise ValueError("the dataset has no column 'passages': add_distractors makes it (also for 0 of them)")
+    check_rating(dataset, floor)
     texts = sorted({passage["text"] for row in dataset["passages"] for passage in row})
     index = BM25Index(texts, cache_dir=cache_dir, progress=progress)
     index.load()

@@ -139,7 +139,7 @@ def evaluate_answers(
 
     with torch.inference_mode(), eval_mode(model):
         with bar(total=len(rows), desc=f"{desc}: likelihood") as done:
-            for batch in _batches(order, batch_size):
+            for batch in batches(order, batch_size):
                 contexts, targets = [prompts[place] for place in batch], [answers[place] for place in batch]
                 losses.update(zip(batch, sequence_nll(model, contexts, targets, pad, trusted(batch)), strict=True))
                 done.update(len(batch))
@@ -148,7 +148,7 @@ def evaluate_answers(
                 _greedy(model, max_new_tokens, ends, pad) as config,
                 bar(total=len(answered), desc=f"{desc}: answers") as done,
             ):
-                for batch in _batches(answered, batch_size):
+                for batch in batches(answered, batch_size):
                     made = _generate(model, [prompts[place] for place in batch], config, ends, pad, trusted(batch))
                     generated.update(zip(batch, made, strict=True))
                     done.update(len(batch))
@@ -192,8 +192,9 @@ def evaluate_answers(
     )
 
 
-def _batches(places: Sequence[int], size: int) -> Iterator[Sequence[int]]:
-    return (places[start : start + size] for start in range(0, len(places), size))
+def batches(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    """The items in their order, `size` at a time."""
+    return (items[start : start + size] for start in range(0, len(items), size))
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

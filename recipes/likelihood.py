@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .evaluation import eval_mode, sequence_nll
+from .evaluation import batches, eval_mode, sequence_nll
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -52,10 +52,9 @@ def likelihood_reliability(
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
-    if not 0.0 <= floor <= 1.0:
-        raise ValueError(f"the least reliability must be in [0, 1], got {floor}")
-    if "passages" not in dataset.column_names:
-        raise ValueError("the dataset has no column 'passages': add_distractors makes it (also for 0 of them)")
+    from bft_hf.noise.reliability import check_rating, reliability_of_scores
+
+    check_rating(dataset, floor)
     max_length = max_length or getattr(model.config, "max_position_embeddings", None)
     pairs = [
         (place, passage["text"], row["question"])
@@ -74,7 +73,8 @@ def likelihood_reliability(
     for (place, _, _), value in zip(pairs, found, strict=True):
         of_row.setdefault(place, []).append(value)
     rated = {
-        place: np.maximum(np.exp(np.subtract(values, max(values))), floor).tolist() for place, values in of_row.items()
+        place: reliability_of_scores(np.exp(np.subtract(values, max(values))), floor)
+        for place, values in of_row.items()
     }
     return dataset.map(
         partial(_rate, rated=rated), with_indices=True, features=dataset.features, desc=None, load_from_cache_file=False
@@ -82,12 +82,9 @@ def likelihood_reliability(
 
 
 def _rate(row: dict[str, Any], place: int, rated: dict[int, list[float]]) -> dict[str, Any]:
-    numbers = rated.get(place, [1.0] * len(row["passages"]))
-    return {
-        "passages": [
-            {**passage, "reliability": [value]} for passage, value in zip(row["passages"], numbers, strict=True)
-        ]
-    }
+    from bft_hf.noise.reliability import with_reliability
+
+    return with_reliability(row["passages"], rated.get(place, [1.0] * len(row["passages"])))
 
 
 def _log_likelihoods(
@@ -119,8 +116,7 @@ def _log_likelihoods(
         eval_mode(model),
         tqdm(total=len(pairs), desc=desc, unit="passage", disable=not progress) as done,
     ):
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in batches(order, batch_size):
             asked = [questions[place] for place in batch]
             means = sequence_nll(model, [prompts[place] for place in batch], asked, pad)
             for place, question, mean in zip(batch, asked, means, strict=True):

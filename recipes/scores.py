@@ -97,7 +97,7 @@ def score_rows(
     import torch
     from tqdm.auto import tqdm
 
-    from .evaluation import eval_mode
+    from .evaluation import batches, eval_mode
 
     rows = list(rows)
     for number, row in enumerate(rows):
@@ -116,8 +116,7 @@ def score_rows(
         eval_mode(model),
         tqdm(total=len(order), desc=desc, unit="row", disable=not progress) as done,
     ):
-        for start in range(0, len(order), batch_size):
-            batch = order[start : start + batch_size]
+        for batch in batches(order, batch_size):
             scored.update(_score_batch(model, rows, batch, pad_token_id))
             done.update(len(batch))
     return [scored[number] for number in range(len(rows))]

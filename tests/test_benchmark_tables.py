@@ -106,13 +106,17 @@ def test_shuffled_reliability_stays_within_its_prompt() -> None:
 
 def test_an_oracle_trusts_the_gold_passage_and_its_shuffle_any_one() -> None:
     module = load("reliability")
-    oracle, shuffled = (module.told(prompts(), what) for what in ("oracle 0.2", "shuffled oracle 0.2"))
+    oracle, shuffled = (module.told(prompts(), what, prompts) for what in ("oracle 0.2", "shuffled oracle 0.2"))
     for row in oracle:
         assert [p["reliability"] for p in row["passages"]] == [[1.0] if p["gold"] else [0.2] for p in row["passages"]]
     places = [[p["reliability"][0] for p in row["passages"]].index(1.0) for row in shuffled]
     assert all(sorted(p["reliability"][0] for p in row["passages"]) == [0.2] * 4 + [1.0] for row in shuffled)
     assert places != [0, 1, 2, 3]
-    assert module.told(prompts(), "none")[0] == prompts()[0]
+    assert module.told(prompts(), "none", prompts)[0] == prompts()[0]
+    rated = prompts().map(module.rate, fn_kwargs={"others": 0.2})
+    assert module.told(prompts(), "likelihood", lambda: rated)[0] == rated[0] != prompts()[0]
+    alone = module.told(prompts(), module.PRUNED, lambda: rated)
+    assert [[p["gold"] for p in row["passages"]] for row in alone] == [[True]] * len(alone)
 
 
 def test_reliability_measures_each_cell_once_and_its_files_make_the_table(

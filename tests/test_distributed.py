@@ -30,6 +30,7 @@ CONFIGS = REPOSITORY / "recipes" / "configs" / "accelerate"
 
 
 ACCELERATE = ["accelerate.commands.launch", "--config_file", str(CONFIGS / "ddp_cpu.yaml"), "--main_process_port", "0"]
+RATED = ["--method", "bft", "--distractors", "2", "--distractor_source", "random", "--reliability", "likelihood"]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 
 
@@ -79,10 +80,11 @@ def test_ddp_would_have_reported_an_unused_parameter(ddp_results: dict[str, Any]
     assert "Expected to have finished reduction" in ddp_results["unused"]["error"]
 
 
+@pytest.mark.parametrize("method", [[], RATED], ids=["sft", "rated"])
 def test_two_processes_of_bft_sft_follow_one_and_only_the_first_writes(
-    tiny_llama: Callable[..., Any], stories260k: Path, tmp_path: Path
+    method: list[str], tiny_llama: Callable[..., Any], stories260k: Path, tmp_path: Path
 ) -> None:
-    """The command itself: losses, weights, predictions and what results.json says, within 1e-4."""
+    """The command itself: losses, weights, predictions and what results.json says, within 1e-4; passages are rated in parts."""
     tiny_llama(vocab_size=512, num_hidden_layers=2).save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(stories260k).save_pretrained(tmp_path / "model")
     questions = [
@@ -103,7 +105,8 @@ def test_two_processes_of_bft_sft_follow_one_and_only_the_first_writes(
         "save_strategy": "no",
         "ddp_find_unused_parameters": "false",
     }
-    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))] + ["--use_cpu"]
+    argv = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    argv += ["--use_cpu", *method]
     assert sft_main([*argv, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")]) == 0
     two = ["-m", "distributed.cli", str(tmp_path), *argv, "--per_device_train_batch_size", "2"]
     printed = launch(*ACCELERATE, *two)
