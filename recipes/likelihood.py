@@ -46,15 +46,18 @@ def likelihood_reliability(
         The dataset with other numbers in `passages`. Rows of one passage have 1: there is nothing to choose.
 
     Raises:
-        ValueError: There are no passages, or `floor` is outside [0, 1].
+        ValueError: There are no passages, `floor` is outside [0, 1], or the model is patched.
     """
     import numpy as np
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
+    import bft_hf
     from bft_hf.noise.reliability import check_rating, reliability_of_scores
 
     check_rating(dataset, floor)
+    if bft_hf.is_patched(model):
+        raise ValueError("the model is patched already: passages are rated by a plain model, before bft_hf.patch")
     max_length = max_length or getattr(model.config, "max_position_embeddings", None)
     pairs = [
         (place, passage["text"], row["question"])

@@ -471,14 +471,7 @@ class Arm:
         return rows.select_columns(["input_ids", "labels", *(["reliability"] if told else [])]), noise
 
     def _rater(self, model: Any, tokenizer: Any) -> "Rater":
-        import bft_hf
-
         from .likelihood import likelihood_reliability
-
-        if bft_hf.is_patched(model):
-            raise UsageError(
-                f"--reliability likelihood: {self.look.model} is patched already; passages are rated by a plain model"
-            )
 
         def rate(rows: "Dataset") -> "Dataset":
             import torch

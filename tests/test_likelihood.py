@@ -9,6 +9,7 @@ from conftest import make_tiny_llama
 from datasets import Dataset
 from test_questions import SMOLLM2_CHAT_TEMPLATE, byte_tokenizer
 
+import bft_hf
 from bft_hf.recipes.likelihood import REQUEST, likelihood_reliability
 
 PASSAGES = ["the red box stands in the hall", "bread and milk", "a box of bread in the hall of a house by the sea, red"]
@@ -87,3 +88,5 @@ def test_what_cannot_be_rated_is_refused(model: Any, tokenizer: Any) -> None:
         likelihood_reliability(rows(2).remove_columns("passages"), model, tokenizer)
     with pytest.raises(ValueError, match=r"in \[0, 1\], got -1"):
         likelihood_reliability(rows(2), model, tokenizer, floor=-1)
+    with pytest.raises(ValueError, match="patched already"):
+        likelihood_reliability(rows(2), bft_hf.patch(model), tokenizer)
