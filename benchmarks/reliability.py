@@ -131,11 +131,21 @@ def run(arguments: argparse.Namespace) -> None:
             path.write_text(json.dumps({**summary, "per_question": per_question}) + "\n")
 
 
-def table(folder: Path) -> str:
-    """Markdown: every cell beside the plain model, its own start without reliability, and its own numbers shuffled, paired by question."""
+def table(folder: Path, without: Path | None = None) -> str:
+    """Markdown: every cell beside the plain model, its own start without reliability, and its own numbers shuffled, paired by question.
+
+    Questions that were measured in the folder `without` are left out.
+    """
+    seen: set[str] = set()
+    for path in without.glob("k=*.json") if without else ():
+        seen.update(json.loads(path.read_text())["per_question"]["id"])
     cells = {}
     for path in sorted(folder.glob("k=*.json")):
         cell = json.loads(path.read_text())
+        asked = cell["per_question"]
+        kept = [place for place, one in enumerate(asked["id"]) if one not in seen]
+        cell["per_question"] = {name: [values[place] for place in kept] for name, values in asked.items()}
+        cell["answer_nll"] = float(np.mean(cell["per_question"]["answer_nll"]))
         cells[cell["k"], cell["start"], cell["reliability"]] = cell
     lines = ["| k | model | reliability | answer NLL | less plain | less no reliability | less its numbers shuffled |"]
     lines += ["| ---: | --- | --- | ---: | --- | --- | --- |"]
@@ -168,11 +178,12 @@ def main() -> int:
     parser.add_argument("--starts", nargs="*", choices=STARTS, default=["identity", "Q 100"])
     parser.add_argument("--reliability", nargs="*", choices=TOLD, default=list(TOLD))
     parser.add_argument("--table", action="store_true", help="only print the table")
+    parser.add_argument("--without", type=Path, help="a folder of runs whose questions the table leaves out")
     arguments = parser.parse_args()
     if not arguments.table:
         arguments.output.mkdir(parents=True, exist_ok=True)
         run(arguments)
-    print(table(arguments.output))
+    print(table(arguments.output, arguments.without))
     return 0
 
 

@@ -167,6 +167,16 @@ def test_reliability_measures_each_cell_once_and_its_files_make_the_table(
         run(module, monkeypatch, *words, *more)
         assert capsys.readouterr().out == table
 
+    seen = tmp_path / "seen"
+    seen.mkdir()
+    first = cells["k=2_plain_none"]["per_question"]["id"][:1]
+    (seen / "k=2_plain_none.json").write_text(json.dumps({"per_question": {"id": first}}))
+    run(module, monkeypatch, *words, "--table", "--without", str(seen))
+    row = {tuple(row[:3]): row[3:] for row in lines(capsys.readouterr().out)[2:]}["2", "identity", "oracle 0.2"]
+    assert row[0] == f"{sum(oracle[1:]) / 2:.3f}" and row[2].startswith(
+        f"{sum(oracle[1:]) / 2 - sum(none[1:]) / 2:+.3f}"
+    )
+
 
 def test_small_models_learn_and_finished_runs_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     module = load("small_models")
