@@ -1,5 +1,6 @@
 """The reliability of passages from the language model itself: how likely it finds the question, given each of them."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,6 @@ def likelihood_reliability(
     Raises:
         ValueError: There are no passages, `floor` is outside [0, 1], or the model is patched.
     """
-    import numpy as np
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
@@ -76,7 +76,7 @@ def likelihood_reliability(
     for (place, _, _), value in zip(pairs, found, strict=True):
         of_row.setdefault(place, []).append(value)
     rated = {
-        place: reliability_of_scores(np.exp(np.subtract(values, max(values))), floor)
+        place: reliability_of_scores([math.exp(value - max(values)) for value in values], floor)
         for place, values in of_row.items()
     }
     return dataset.map(
