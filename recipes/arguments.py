@@ -85,12 +85,18 @@ METHODS: dict[str, Method] = {
     "focal": Method("focal loss", training={"token_loss": "focal"}),
     "gce": Method("generalised cross entropy", training={"token_loss": "gce"}),
     "sce": Method("symmetric cross entropy", training={"token_loss": "sce"}),
+    "forward_correction": Method(
+        "cross entropy that reckons with wrong labels", training={"token_loss": "forward_correction"}
+    ),
     "label_smoothing": Method("cross entropy with smoothed labels", training={"token_loss": "label_smoothing"}),
     "dft": Method("dynamic fine-tuning", training={"loss_type": "dft"}),
     "neftune": Method("noise on the embeddings", training={"neftune_noise_alpha": 5.0}),
     # Four distractors, and the passage with the answer kept in .8 of the questions, as in arXiv:2403.10131.
     "raft": Method("training with distractor passages", distractors=4, gold_probability=0.8),
     "bft+gce": Method("the patched model with generalised cross entropy", patched=True, training={"token_loss": "gce"}),
+    "bft+forward_correction": Method(
+        "the patched model with forward correction", patched=True, training={"token_loss": "forward_correction"}
+    ),
     "bft+neftune": Method(
         "the patched model with noise on the embeddings", patched=True, training={"neftune_noise_alpha": 5.0}
     ),

@@ -1,5 +1,6 @@
 """The losses of the rival methods, each a function of the log-probability that the model gives to a label."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,6 +64,24 @@ def symmetric_cross_entropy(log_probs: Tensor, alpha: float = 0.1, beta: float =
     return -alpha * log_probs + beta * SCE_LOG_ZERO * torch.expm1(log_probs)
 
 
+def forward_correction(log_probs: Tensor, floor: float = 1e-5) -> Tensor:
+    """Cross entropy of what wrong labels make of the model's distribution (arXiv:1609.03683, its forward correction, for uniform noise).
+
+    If a share r of the labels was replaced by any of V tokens, the probability of a label is (1 - r) p + r / V, and its
+    -log is, up to a constant, -log (p + c) with c = r / ((1 - r) V). The gradient is p / (p + c) times cross entropy's, which
+    is the posterior probability that the label is right: a label far above c counts in full, one far below it not at all.
+
+    Args:
+        log_probs: log p of each label, in nats, any shape; 0 where there is none.
+        floor: c, above 0. 1e-5 is r = .33 of a vocabulary of 50,000 or .24 of one of 32,000.
+
+    Returns:
+        log (1 + c) - log (p + c), the loss of each label, 0 where log p is 0 and log (1 + 1 / c) at most.
+    """
+    log_floor = log_probs.new_tensor(math.log(floor))
+    return torch.logaddexp(torch.zeros_like(log_probs), log_floor) - torch.logaddexp(log_probs, log_floor)
+
+
 def label_smoothing(log_probs: Tensor, excess: Tensor, epsilon: float = 0.1) -> Tensor:
     """Cross entropy against (1 - epsilon) one-hot + epsilon uniform (arXiv:1512.00567, section 7; epsilon .1 there).
 
@@ -124,6 +143,7 @@ TOKEN_LOSSES: dict[str, TokenLoss] = {
     "focal": TokenLoss(focal, {"gamma": "focal_gamma"}),
     "gce": TokenLoss(generalised_cross_entropy, {"q": "gce_q"}),
     "sce": TokenLoss(symmetric_cross_entropy, {"alpha": "sce_alpha", "beta": "sce_beta"}),
+    "forward_correction": TokenLoss(forward_correction, {"floor": "noise_floor"}),
     "label_smoothing": TokenLoss(label_smoothing, {"epsilon": "smoothing_epsilon"}, needs_excess=True),
 }
 

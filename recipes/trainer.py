@@ -53,6 +53,13 @@ class BFTSFTConfig(SFTConfig):
     gce_q: float = field(default=0.7, metadata={"help": "q of generalised cross entropy, in (0, 1]."})
     sce_alpha: float = field(default=0.1, metadata={"help": "Weight of cross entropy in symmetric cross entropy."})
     sce_beta: float = field(default=1.0, metadata={"help": "Weight of its reverse in symmetric cross entropy."})
+    noise_floor: float = field(
+        default=1e-5,
+        metadata={
+            "help": "c of forward_correction, above 0: a label of probability c counts half. r / ((1 - r) V), if a share r of "
+            "the labels is any of V tokens."
+        },
+    )
     smoothing_epsilon: float = field(
         default=0.1,
         metadata={"help": "Share of the uniform distribution in label_smoothing, in [0, 1); needs no full logits."},
@@ -69,6 +76,8 @@ class BFTSFTConfig(SFTConfig):
             raise ValueError(f"gce_q must be in (0, 1], got {self.gce_q}")
         if not 0.0 <= self.smoothing_epsilon < 1.0:
             raise ValueError(f"smoothing_epsilon must be in [0, 1), got {self.smoothing_epsilon}")
+        if not 0.0 < self.noise_floor < math.inf:
+            raise ValueError(f"noise_floor must be a number above 0, got {self.noise_floor}")
         for name in ("focal_gamma", "sce_alpha", "sce_beta"):
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a number, 0 or more, got {getattr(self, name)}")

@@ -16,6 +16,7 @@ from bft_hf.recipes.losses import (
     TOKEN_LOSSES,
     excess_of_labels,
     focal,
+    forward_correction,
     generalised_cross_entropy,
     label_smoothing,
     mean_token_loss,
@@ -27,6 +28,7 @@ SETTINGS: dict[str, dict[str, float]] = {
     "focal": {"focal_gamma": 1.5},
     "gce": {"gce_q": 0.6},
     "sce": {"sce_alpha": 0.3, "sce_beta": 0.8},
+    "forward_correction": {"noise_floor": 0.3 / (0.7 * 11)},
     "label_smoothing": {"smoothing_epsilon": 0.2},
 }
 
@@ -46,6 +48,9 @@ def formula(name: str, logits: Tensor, label: int) -> Tensor:
     if name == "sce":
         reverse = -(p * torch.where(q > 0, 0.0, SCE_LOG_ZERO)).sum()
         return 0.3 * -(q * p.log()).sum() + 0.8 * reverse
+    if name == "forward_correction":
+        transition = 0.7 * torch.eye(11, dtype=logits.dtype) + 0.3 / 11  # from the right token (row) to the label
+        return math.log(0.7 + 0.3 / 11) - (p @ transition @ q).log()  # the constant makes it 0 at p = 1
     return -(((1 - 0.2) * q + 0.2 / len(logits)) * p.log()).sum()
 
 
@@ -125,8 +130,15 @@ def test_virtual_tokens_in_front_have_no_labels(problem: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     "loss",
-    [focal, generalised_cross_entropy, symmetric_cross_entropy, lambda x: focal(x, gamma=0.3), lambda x: focal(x, 0.0)],
-    ids=["focal", "gce", "sce", "focal .3", "focal 0"],
+    [
+        focal,
+        generalised_cross_entropy,
+        symmetric_cross_entropy,
+        forward_correction,
+        lambda x: focal(x, gamma=0.3),
+        lambda x: focal(x, 0.0),
+    ],
+    ids=["focal", "gce", "sce", "forward correction", "focal .3", "focal 0"],
 )
 @given(log_prob=st.floats(-80.0, 0.0))
 def test_a_loss_is_finite_zero_at_certainty_and_falls_with_p(loss: Callable[[Tensor], Tensor], log_prob: float) -> None:
@@ -145,6 +157,7 @@ def test_settings_at_their_ends_are_the_losses_in_between() -> None:
     torch.testing.assert_close(generalised_cross_entropy(log_probs, q=1.0), 1 - log_probs.exp())
     torch.testing.assert_close(generalised_cross_entropy(log_probs, q=1e-9), -log_probs, rtol=1e-6, atol=0)
     torch.testing.assert_close(symmetric_cross_entropy(log_probs, alpha=1, beta=0), -log_probs)
+    torch.testing.assert_close(forward_correction(log_probs, floor=1e-12), -log_probs, rtol=1e-6, atol=0)
     assert torch.equal(label_smoothing(log_probs, torch.ones(50, dtype=torch.float64), epsilon=0), -log_probs)
 
 
@@ -156,6 +169,16 @@ def test_focal_loss_weighs_a_wrong_label_more_and_gce_less() -> None:
         return float(gradients_of(loss, surprising) / gradients_of(loss, expected))
 
     assert ratio(focal) > 10 and ratio(generalised_cross_entropy) == pytest.approx((1e-3 / 0.9) ** 0.7, rel=1e-4)
+
+
+@given(log_prob=st.floats(-40.0, -1e-3), floor=st.floats(1e-8, 1.0))
+def test_forward_correction_weighs_a_label_by_the_posterior_that_it_is_right(log_prob: float, floor: float) -> None:
+    """By Bayes: p times the share that is kept, over that and the share r of wrong ones spread over V tokens."""
+    gradient = gradients_of(lambda x: forward_correction(x, floor), torch.tensor(log_prob, dtype=torch.float64))
+    for vocabulary in (50, 50_000):
+        share = floor * vocabulary / (1 + floor * vocabulary)
+        right, wrong = (1 - share) * math.exp(log_prob), share / vocabulary
+        assert -float(gradient) == pytest.approx(right / (right + wrong), rel=1e-9)
 
 
 @pytest.mark.parametrize("bias", [False, True])

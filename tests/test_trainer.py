@@ -286,7 +286,14 @@ def test_two_losses_at_once_are_refused(method: str, options: dict[str, Any], tm
 
 @pytest.mark.parametrize(
     "options",
-    [{"gce_q": 0.0}, {"gce_q": 1.1}, {"focal_gamma": -1.0}, {"sce_beta": math.inf}, {"smoothing_epsilon": 1.0}],
+    [
+        {"gce_q": 0.0},
+        {"gce_q": 1.1},
+        {"focal_gamma": -1.0},
+        {"sce_beta": math.inf},
+        {"smoothing_epsilon": 1.0},
+        {"noise_floor": 0.0},
+    ],
 )
 def test_settings_out_of_range_are_refused(options: dict[str, float], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
