@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,8 +13,10 @@ import pytest
 import torch
 from conftest import REPOSITORY
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import bft_hf
+from bft_hf.recipes.sft import main as sft_main
 
 FOLDER = REPOSITORY / "benchmarks"
 if not FOLDER.is_dir():
@@ -206,3 +209,27 @@ def test_small_models_learn_and_finished_runs_are_kept(tmp_path: Path, capsys: p
     assert len(drawn) == 80  # no batch more than steps, and the second time none
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["bft_small_seed=1.json"]
     assert capsys.readouterr().out.count("bft_small_seed=1: 0.") == 1
+
+
+def test_a_second_look_at_the_same_questions_finds_what_the_run_found(
+    tiny_llama: Callable[..., Any], stories260k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama(vocab_size=512).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(stories260k).save_pretrained(tmp_path / "model")
+    rows = [{"id": i, "context": f"Box {i} is red.", "question": f"Box {i}?", "answers": ["red"]} for i in range(12)]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_folder = tmp_path / "runs" / "sft_noise=0.3_seed=1"
+    flags = f"--method sft --noise 0.3 --max_steps 2 --learning_rate 1e-2 --max_new_tokens 2 --eval_examples 8 --output_dir {run_folder}"
+    flags += f" --model_name_or_path {tmp_path / 'model'} --dataset {questions} --eval_dataset {questions} --bf16 true"
+    assert sft_main([*flags.split(), "--use_cpu", "--save_strategy", "no", "--report_to", "none"]) == 0
+    module, look = load("second_look"), tmp_path / "look"
+    words = [str(tmp_path / "runs"), "--dataset", str(questions), "--questions", "8", "--output", str(look)]
+    run(module, monkeypatch, *words, "--arms", "bft")
+    assert not look.exists()
+    run(module, monkeypatch, *words, "--arms", "sft", "--noise", "0.3")
+    before, after = (json.loads((path / "results.json").read_text()) for path in (run_folder, look / run_folder.name))
+    assert after["after"]["answer_nll"] == pytest.approx(before["after"]["answer_nll"], rel=2e-2)
+    assert after["after"]["n"] == 8 and after["training"] == before["training"]
+    ids = [json.loads(line)["id"] for line in (look / run_folder.name / "predictions.jsonl").read_text().splitlines()]
+    assert len(set(ids)) == 8
