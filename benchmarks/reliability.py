@@ -105,6 +105,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         model = PeftModel.from_pretrained(model, str(arguments.adapter)).merge_and_unload()
     questions = load_questions(str(DATA / arguments.data), split="all", limit=arguments.questions, seed=0)
+    questions = questions.select(range(arguments.skip, len(questions)))
     for k in arguments.distractors:
         rows = add_distractors(questions, k, seed=0, source=("ctxs", "bm25"), progress=False)
 
@@ -173,6 +174,7 @@ def main() -> int:
     parser.add_argument("--data", default="eval_dense_top5.jsonl.gz", help="file of shared/data/nq")
     parser.add_argument("--adapter", type=Path, help="LoRA of a plain bft-sft run, merged into the model")
     parser.add_argument("--questions", type=int, default=200)
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many of them, the first ones")
     parser.add_argument("--generate", type=int, default=0, help="answer so many questions, for F1")
     parser.add_argument("--distractors", type=int, nargs="*", default=[0, 4])
     parser.add_argument("--starts", nargs="*", choices=STARTS, default=["identity", "Q 100"])

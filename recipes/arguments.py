@@ -102,7 +102,7 @@ METHODS: dict[str, Method] = {
     ),
 }
 DEFAULT_METHOD = "bft"
-DEMO_METHODS = ("sft", "bft")
+DEMO_METHODS = ("sft", "bft", "bft+forward_correction")
 
 
 @dataclass
@@ -112,7 +112,7 @@ class SFTArguments:
     demo: bool = field(
         default=False,
         metadata={
-            "help": "Both arms on SmolLM2-135M and the question-answering corpus shipped with the package: no Hub, "
+            "help": "Three arms on SmolLM2-135M and the question-answering corpus shipped with the package: no Hub, "
             "no GPU, under ten minutes on two cores. Other flags still apply."
         },
     )

@@ -8,7 +8,7 @@ The plain arm of that experiment, with LoRA, on questions of your own:
 
     bft-sft --method sft --noise 0.3 --use_peft --lora_r 16 --learning_rate 2e-4 --dataset questions.jsonl
 
-Both arms with no Hub and no GPU, in minutes: `bft-sft --demo`.
+Three arms with no Hub and no GPU, in minutes: `bft-sft --demo`.
 
 The default model is the last *base* checkpoint, TinyLlama/TinyLlama-1.1B-intermediate-step-1431k-3T. Chat-v1.0 has been
 through instruction tuning and DPO, so what fine-tuning adds and noise spoils would be laid over somebody else's
@@ -107,6 +107,8 @@ def _run(look: FirstLook, command: str) -> None:
                 (method, *parse(look, ["--output_dir", os.path.join(folder, method) if len(methods) > 1 else folder]))
                 for method in methods
             ]
+        for _, later, _, _ in arms[1:]:
+            later.eval_before = False  # all begin where the first one does, or, patched, a hundredth of a nat beside it
         resumed = [_resume_path(training, method) for method, _, training, _ in arms]
         _check_reliability(arms)
         arguments, training = arms[0][1], arms[0][2]
@@ -617,8 +619,8 @@ def report(results: dict[str, dict[str, Any]], look: FirstLook) -> None:
     say(f"Written to {folder}")
     if len(results) > 1:
         say(
-            f"One seed and {data['eval_examples']} questions cannot rank the arms: a difference between "
-            f"{' and '.join(results)} here is noise until more seeds say otherwise (--seed)."
+            f"One seed and {data['eval_examples']} questions are an example: which differences between "
+            f"{', '.join(results)} hold, more seeds say (--seed)."
         )
 
 
