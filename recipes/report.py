@@ -2,7 +2,6 @@
 
 import csv
 import io
-import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from .class_tables import Classes
 from .command import OneLineParser, UsageError, without_flag
 from .comparison import ENOUGH_SEEDS, Comparison, Estimate, describe, lower_is_better
 from .grid import BOOKKEEPING, SEED, flags_of
-from .intervals import METHOD, SAMPLES
+from .intervals import METHOD, SAMPLES, written
 from .records import Record, divide, read_all, write_files
 
 
@@ -236,18 +235,7 @@ def _cell(estimate: Estimate, most: int) -> str:
 def _interval(estimate: Estimate, *, signed: bool) -> str:
     interval = estimate.interval
     assert interval is not None
-    half = (interval.high - interval.low) / 2
-    # Three digits after the point, or as many as it takes to see the width.
-    digits = min(6, max(3, math.ceil(-math.log10(half)))) if half > 0 else 3
-    form = f"{'+' if signed else ''}.{digits}f"
-    mean, low, high = (_number(value, form) for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} [{low}, {high}]"
-
-
-def _number(value: float, form: str) -> str:
-    """Without the sign that rounding leaves on a zero."""
-    text = format(value, form)
-    return text if float(text) else text.replace("-", "+" if "+" in form else "")
+    return written(interval.mean, interval.low, interval.high, signed=signed)
 
 
 def _difference_table(estimates: Sequence[Estimate], metric: str) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from .command import OneLineParser, UsageError
 from .detection import Comparison, Run, auroc, compare
+from .intervals import written
 
 BASELINE = "log_probability"
 UNCALIBRATED = "probability_as_it_is"
@@ -309,4 +310,4 @@ def report(found: Mapping[str, Any], *, markdown: bool = False) -> None:
 def _cell(estimate: Sequence[float] | float | None) -> str:
     if isinstance(estimate, float):
         return f"{estimate:.3f}"
-    return "" if estimate is None else f"{estimate[0]:.3f} [{estimate[1]:.3f}, {estimate[2]:.3f}]"
+    return "" if estimate is None else written(*estimate)

@@ -372,3 +372,14 @@ def test_a_narrow_interval_shows_its_width(tmp_path: Path, report: Callable[...,
     numbers = line.split("|")[3].strip()
     low, high = (float(part) for part in numbers[numbers.index("[") + 1 : -1].split(","))
     assert 0.0011 < low < high < 0.0013
+
+
+def test_a_small_loss_is_no_zero(tmp_path: Path, report: Callable[..., str]) -> None:
+    for arm in ("plain", "bft"):
+        (tmp_path / "runs" / f"{arm}_seed=1").mkdir(parents=True)
+        rows = [{"id": i, "hr@10": 0.5 - (arm == "bft") * (0.0012 + 0.0107 * (-1) ** i)} for i in range(400)]
+        folder = tmp_path / "runs" / f"{arm}_seed=1"
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "results.json").write_text('{"command": "bft-rec"}')
+    [line] = [line for line in report(str(tmp_path / "runs"), "--baseline", "plain").splitlines() if "worse" in line]
+    assert line.startswith("| all runs | bft | -0.0012 [-0.0022, -0.0001] | yes |")
