@@ -29,7 +29,7 @@ from bft_hf import BFTConfig
 from bft_hf.noise.distractors import add_distractors
 from bft_hf.noise.reliability import retriever_reliability
 from bft_hf.recipes.evaluation import evaluate_answers
-from bft_hf.recipes.intervals import hierarchical_bootstrap
+from bft_hf.recipes.intervals import hierarchical_bootstrap, written
 from bft_hf.recipes.likelihood import likelihood_reliability
 from bft_hf.recipes.models import load_model_and_tokenizer
 from bft_hf.recipes.questions import load_questions
@@ -156,7 +156,7 @@ def table(folder: Path, without: Path | None = None) -> str:
             return ""
         mine, theirs = (np.array(c["per_question"]["answer_nll"]) for c in (cell, other))
         interval = hierarchical_bootstrap((mine - theirs)[None])
-        return f"{interval.mean:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
+        return written(interval.mean, interval.low, interval.high, signed=True)
 
     for (k, start, what), cell in cells.items():
         others = (k, "plain", "none"), (k, start, "none"), (k, start, f"shuffled {what}")

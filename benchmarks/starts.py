@@ -8,17 +8,18 @@ on those that predict the answer. From a clone with the tests' data beside it, a
 
 import argparse
 import json
-import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import bft_hf
 from bft_hf import BFTConfig
 from bft_hf.recipes.evaluation import sequence_nll
+from bft_hf.recipes.intervals import hierarchical_bootstrap, written
 from bft_hf.recipes.models import load_model_and_tokenizer
 from bft_hf.recipes.questions import answer_tokens, load_questions, prompt_tokens, tokenize_example
 
@@ -46,6 +47,7 @@ class Bench:
         self.model, self.tokenizer = load_model_and_tokenizer("smollm2-135m")
         limits: dict[str, Any] = {"max_context_chars": 400}
         scored = load_questions(str(DATA), split="validation", limit=questions, seed=0, **limits)
+        self.ids = [row["id"] for row in scored]
         self.prompts = [prompt_tokens(self.tokenizer, row["context"], row["question"])[0] for row in scored]
         self.answers = [answer_tokens(self.tokenizer, row["answers"][0]) for row in scored]
         train = load_questions(str(DATA), split="train", limit=rows, seed=1, **limits)
@@ -77,30 +79,28 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=8, help="to calibrate on")
     args = parser.parse_args()
     bench = Bench(args.questions, args.rows)
-    plain = bench.answer_nll()
+    plain = np.array(bench.answer_nll())
     results: list[dict[str, Any]] = []
 
     def note(start: str, calibrated: str) -> None:
         scores = bench.answer_nll()
-        differences = [score - other for score, other in zip(scores, plain, strict=True)]
-        error = statistics.stdev(differences) / len(differences) ** 0.5 if start != "plain" else 0.0
+        interval = hierarchical_bootstrap((np.array(scores) - plain)[None])
         config = bft_hf.get_config(bench.model)
         scale = None if config is None or config.gain_scale is None else [round(s, 4) for s in config.gain_scale]
         result = {
             "start": start,
             "calibrated": calibrated,
-            "answer_nll": statistics.fmean(scores),
-            "difference": statistics.fmean(differences),
-            "standard_error": error,
+            "answer_nll": float(np.mean(scores)),
+            "difference": interval.mean,
+            "interval": [interval.low, interval.high],
             "gain_scale": scale,
+            "per_question": scores,
         }
         results.append(result)
-        print(
-            f"| {start} | {calibrated} | {result['answer_nll']:.3f} | {result['difference']:+.3f} ± {error:.3f} |",
-            flush=True,
-        )
+        difference = written(interval.mean, interval.low, interval.high, signed=True)
+        print(f"| {start} | {calibrated} | {result['answer_nll']:.3f} | {difference} |", flush=True)
 
-    print("| start | calibrated on | answer NLL | difference to plain |\n| --- | --- | ---: | ---: |")
+    print("| start | calibrated on | answer NLL | difference to plain, 95 % |\n| --- | --- | ---: | --- |")
     note("plain", "")
     for name, settings in STARTS.items():
         for calibrated in ("", "all tokens", "answers"):
@@ -109,9 +109,8 @@ def main() -> int:
                 bft_hf.calibrate(bench.model, bench.batches(calibrated == "answers"))
             note(name, calibrated)
             bft_hf.unpatch(bench.model)
-    args.output.write_text(
-        json.dumps({"questions": args.questions, "rows": args.rows, "starts": results}, indent=1) + "\n"
-    )
+    asked = {"questions": args.questions, "rows": args.rows, "ids": bench.ids}
+    args.output.write_text(json.dumps(asked | {"starts": results}, indent=1) + "\n")
     return 0
 
 

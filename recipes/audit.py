@@ -31,6 +31,7 @@ from typing import Any
 
 from .arguments import looks_like_file
 from .command import OneLineParser, UsageError, console_script, one_line, say
+from .intervals import written
 from .suspicion import AGGREGATES, COMBINED, DEFAULT_AGGREGATE, DEFAULT_SCORE, SUSPICIONS
 
 AUDIT_FORMAT = 1
@@ -265,7 +266,7 @@ def print_detection(found: dict[str, Any], title: str) -> None:
 
 
 def _cell(estimate: Sequence[float] | None) -> str:
-    return "" if estimate is None else f"{estimate[0]:.3f} [{estimate[1]:.3f}, {estimate[2]:.3f}]"
+    return "" if estimate is None else written(*estimate)
 
 
 def verdict(found: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from .command import UsageError
 from .detection import METRICS, Run, compare
+from .intervals import written
 from .scores import RowScores
 from .suspicion import AGGREGATES, COMBINED, by_row, combined, suspicions
 
@@ -373,7 +374,7 @@ def markdown(found: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]]) -
         lines += ["| --- | --- | --- | --- | --- |"]
         for name, row in sorted(scores.items(), key=lambda item: -item[1]["auroc"][0]):
             keys = ("auroc", "auroc_minus_loss", "average_precision", "average_precision_minus_loss")
-            cells = [f"{row[k][0]:.3f} [{row[k][1]:.3f}, {row[k][2]:.3f}]" if k in row else "" for k in keys]
+            cells = [written(*row[k]) if k in row else "" for k in keys]
             lines.append(f"| {name} | {' | '.join(cells)} |")
         lines.append("")
     return "\n".join(lines)

@@ -163,35 +163,38 @@ class Comparison:
             found.append(Estimate(arm, condition, seeds, hierarchical_bootstrap(pair[0] - pair[1]), _limits(seeds)))
         return _corrected(found)
 
-    def changes(self, metric: str, axis: str, *, against: bool) -> list[Estimate]:
+    def changes(self, metric: str, axis: str, *, against: bool, every: bool = False) -> list[Estimate]:
         """What happens to a metric from the lowest label of an axis to the highest, on the same seeds and questions.
 
         Args:
             metric: Whose.
             axis: With numbers for labels.
             against: Each arm's change less the baseline's, in place of the change.
+            every: To every other label, not the highest alone; which one, the condition says.
         """
-        low, high = self.ends(axis)
+        low, *higher = sorted(self._labels(axis), key=_label_order)
         found = []
         others = sorted({tuple(p for p in c if p[0] != axis) for c in self.conditions}, key=condition_order)
-        for rest, arm in itertools.product(others, self._rivals() if against else self.arms):
+        places = itertools.product(others, higher if every else higher[-1:], self._rivals() if against else self.arms)
+        for rest, high, arm in places:
             ends = [next((c for c in self.conditions if {*c} == {*rest, (axis, end)}), None) for end in (low, high)]
             if ends[0] is None or ends[1] is None:
                 continue
+            place = ends[1] if every else rest
             arms = [arm, self.baseline or ""] if against else [arm]
             seeds = self.shared_seeds(*itertools.product(arms, (ends[0], ends[1])))
             ids = self.ids(metric, ends[0])
             if ids != self.ids(metric, ends[1]):
-                found.append(Estimate(arm, rest, seeds, None, "other questions at the other end"))
+                found.append(Estimate(arm, place, seeds, None, "other questions at the other end"))
             elif not seeds or not ids:
-                found.append(Estimate(arm, rest, seeds, None, "no seed in common"))
+                found.append(Estimate(arm, place, seeds, None, "no seed in common"))
             else:
                 change = [
                     self.values(metric, name, ends[1], seeds, ids) - self.values(metric, name, ends[0], seeds, ids)
                     for name in arms
                 ]
                 table = change[0] - change[1] if against else change[0]
-                found.append(Estimate(arm, rest, seeds, hierarchical_bootstrap(table), _limits(seeds)))
+                found.append(Estimate(arm, place, seeds, hierarchical_bootstrap(table), _limits(seeds)))
         return _corrected(found) if against else found
 
     def numeric_axes(self) -> list[str]:

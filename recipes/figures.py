@@ -4,7 +4,8 @@ import io
 from typing import TYPE_CHECKING, Any
 
 from .class_tables import RATIO
-from .comparison import Condition, describe
+from .comparison import Condition, Estimate, describe
+from .intervals import Interval
 
 if TYPE_CHECKING:
     from .class_tables import Classes
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, told apart by colour-blind eyes too; the marker says it once more.
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 MARKERS = "osD^v<>"
+UNCHANGED = Interval(0.0, 0.0, 0.0, 1.0, 0, 0)
 STYLE: dict[Any, Any] = {"svg.hashsalt": "bft", "svg.fonttype": "none", "font.size": 9, "axes.spines.top": False}
 
 
@@ -22,27 +24,42 @@ def draw(report: "Report") -> dict[str, bytes]:
 
     with mpl.rc_context(STYLE):
         figures = {}
-        for metric in report.metrics:
-            for axis in report.comparison.numeric_axes():
-                figures[f"{metric}_over_{axis}.svg"] = _over_axis(report, metric, axis)
+        less = f"less {report.comparison.baseline}"
+        for metric, axis in report.places:
+            figures[f"{metric}_over_{axis}.svg"] = _over_axis(
+                report,
+                axis,
+                {metric: report.means[metric], f"{metric} {less}": report.differences[metric]},
+                change=False,
+            )
+            change, (steps, against) = f"{metric}: change", report.steps[metric, axis]
+            if steps:
+                figures[f"{metric}_change_over_{axis}.svg"] = _over_axis(
+                    report, axis, {change: steps, f"{change} {less}'s": against}, change=True
+                )
         for name in report.classes.drawn:
             figures[f"{name}_by_token_class.svg"] = _by_class(report.classes, name)
     return figures
 
 
-def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
-    """A metric over an axis: means on the left, paired differences from the baseline on the right, all with intervals."""
+def _over_axis(report: "Report", axis: str, sides: dict[str, list[Estimate]], *, change: bool) -> bytes:
+    """A metric, or its change from the lowest label, over an axis: each arm's on the left, less the baseline's on the right.
+
+    Args:
+        report: With the runs.
+        axis: Has numbers for labels.
+        sides: By title the estimates, drawn with their intervals; a side without any is left out.
+        change: They are changes, zero at the lowest label.
+    """
     others: list[Condition] = list(
         dict.fromkeys(tuple(p for p in c if p[0] != axis) for c in report.comparison.conditions)
     )
-    sides: list[tuple[str, list[Any]]] = [(metric, report.means[metric])]
-    if report.differences[metric]:
-        sides.append((f"{metric} less {report.comparison.baseline}", report.differences[metric]))
-    figure, plots = subplots(len(others), len(sides))
+    drawn = [(title, estimates) for title, estimates in sides.items() if estimates]
+    figure, plots = subplots(len(others), len(drawn))
     low, high = (float(end) for end in report.comparison.ends(axis))
     arms = report.comparison.arms
     for row, rest in enumerate(others):
-        for column, (title, estimates) in enumerate(sides):
+        for column, (title, estimates) in enumerate(drawn):
             plot = plots[row][column]
             for place, arm in enumerate(arms):
                 points = [
@@ -52,6 +69,7 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
                 ]
                 if not points:
                     continue
+                points = [(low, UNCHANGED)] * change + points
                 # Side by side, or the intervals would hide each other.
                 shift = (place - (len(arms) - 1) / 2) * (high - low) * 0.012
                 means = [interval.mean for _, interval in points]
@@ -67,7 +85,7 @@ def _over_axis(report: "Report", metric: str, axis: str) -> bytes:
                     linewidth=1,
                     capsize=2,
                 )
-            if column:
+            if column or change:
                 plot.axhline(0, color="0.6", linewidth=0.8, zorder=0)
             plot.set_xlabel(axis)
             plot.set_ylabel(title)

@@ -1,5 +1,6 @@
-"""Intervals of a mean over seeds and questions by a hierarchical bootstrap, and Holm's correction."""
+"""Intervals of a mean over seeds and questions by a hierarchical bootstrap, Holm's correction, and how they are written."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
 
 LEVEL = 0.95
 SAMPLES = 10_000
+FEWEST_DIGITS, MOST_DIGITS = 3, 6  # after the point
+ROUNDING = 1e-12  # what lies this near to zero is zero: errors of sums
 METHOD = (
     "Intervals are of 95 % by a hierarchical bootstrap over seeds and questions. The questions are the same in every run, so a draw "
     "takes seeds with replacement and, once for all seeds and both arms, questions with replacement. Seeds and questions have the "
@@ -138,3 +141,32 @@ def holm(p_values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
         adjusted[place] = largest
     return adjusted
+
+
+def written(mean: float, low: float, high: float, *, signed: bool = False) -> str:
+    """`mean [low, high]`, all with as many digits as it takes to see the width, and that an end is not zero.
+
+    A smaller end than the last digit can show stands as `+2e-08`: nobody shall take for zero what is not.
+
+    Args:
+        mean: Zero where it rounds to zero.
+        low: Lower end.
+        high: Upper end.
+        signed: With the sign of what is positive, too, as a difference has it.
+    """
+    half = (high - low) / 2
+    digits = FEWEST_DIGITS
+    if half > 0:
+        digits = min(MOST_DIGITS, max(digits, math.ceil(-math.log10(half))))
+    ends = [end for end in (low, high) if float(f"{end:.{MOST_DIGITS}f}")]
+    while not all(float(f"{end:.{digits}f}") for end in ends):
+        digits += 1
+    plus = "+" if signed else ""
+
+    def text(value: float, *, end: bool) -> str:
+        rounded = f"{value:{plus}.{digits}f}"
+        if float(rounded):
+            return rounded
+        return f"{value:{plus}.0e}" if end and abs(value) > ROUNDING else rounded.replace("-", plus)
+
+    return f"{text(mean, end=False)} [{text(low, end=True)}, {text(high, end=True)}]"

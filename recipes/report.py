@@ -2,9 +2,9 @@
 
 import csv
 import io
-import math
 import shlex
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from .class_tables import Classes
 from .command import OneLineParser, UsageError, without_flag
 from .comparison import ENOUGH_SEEDS, Comparison, Estimate, describe, lower_is_better
 from .grid import BOOKKEEPING, SEED, flags_of
-from .intervals import METHOD, SAMPLES
+from .intervals import METHOD, SAMPLES, written
 from .records import Record, divide, read_all, write_files
 
 
@@ -81,14 +81,23 @@ class Report:
     def __init__(self, comparison: Comparison, metrics: Sequence[str], command: str) -> None:
         self.comparison, self.metrics, self.command = comparison, list(metrics), command
         self.means = {metric: comparison.means(metric) for metric in metrics}
-        compared = comparison.baseline is not None and len(comparison.arms) > 1
-        self.differences = {metric: comparison.differences(metric) if compared else [] for metric in metrics}
-        places = [(metric, axis) for metric in metrics for axis in comparison.numeric_axes()]
-        self.changes = {place: comparison.changes(*place, against=False) for place in places}
+        self.compared = comparison.baseline is not None and len(comparison.arms) > 1
+        self.differences = {metric: comparison.differences(metric) if self.compared else [] for metric in metrics}
+        self.places = [(metric, axis) for metric in metrics for axis in comparison.numeric_axes()]
+        self.changes = {place: comparison.changes(*place, against=False) for place in self.places}
         self.changed_differences = {
-            place: comparison.changes(*place, against=True) if compared else [] for place in places
+            place: comparison.changes(*place, against=True) if self.compared else [] for place in self.places
         }
         self.classes = Classes(comparison.records, comparison.arms)
+
+    @cached_property
+    def steps(self) -> dict[tuple[str, str], tuple[list[Estimate], list[Estimate]]]:
+        """By metric and axis the changes from its lowest label to every other, and the same less the baseline's."""
+
+        def over(metric: str, axis: str, against: bool) -> list[Estimate]:
+            return self.comparison.changes(metric, axis, against=against, every=True)
+
+        return {place: (over(*place, False), over(*place, True) if self.compared else []) for place in self.places}
 
     def markdown(self, *, figures: bool) -> str:
         """The report as Markdown.
@@ -147,13 +156,16 @@ class Report:
             parts += [
                 f"![{name[:-4].replace('_', ' ')}]({name})"
                 for name in self.figure_names()
-                if name.startswith(f"{metric}_over")
+                if name.startswith((f"{metric}_over", f"{metric}_change_over"))
             ]
         return parts
 
     def figure_names(self) -> list[str]:
         """Names of the figures, in the order in which they are drawn."""
-        over = [f"{metric}_over_{axis}.svg" for metric in self.metrics for axis in self.comparison.numeric_axes()]
+        over = []
+        for metric, axis in self.places:
+            over += [f"{metric}_over_{axis}.svg"]
+            over += [f"{metric}_change_over_{axis}.svg"] if self.steps[metric, axis][0] else []
         return over + [f"{name}_by_token_class.svg" for name in self.classes.drawn]
 
     def tables(self) -> dict[str, str]:
@@ -172,6 +184,9 @@ class Report:
         if any(self.changed_differences.values()):
             rows = [(metric, axis, e) for (metric, axis), values in self.changed_differences.items() for e in values]
             found["changes_less_baseline.csv"] = _csv(self.comparison.axes, rows)
+        for name, against in (("changes_to_each.csv", 0), ("changes_to_each_less_baseline.csv", 1)):
+            rows = [(metric, axis, e) for (metric, axis), both in self.steps.items() for e in both[against]]
+            found |= {name: _csv(self.comparison.axes, rows)} if rows else {}
         if self.classes.runs:
             text = io.StringIO()
             csv.writer(text, lineterminator="\n").writerows(self.classes.rows(self.comparison.axes))
@@ -236,18 +251,7 @@ def _cell(estimate: Estimate, most: int) -> str:
 def _interval(estimate: Estimate, *, signed: bool) -> str:
     interval = estimate.interval
     assert interval is not None
-    half = (interval.high - interval.low) / 2
-    # Three digits after the point, or as many as it takes to see the width.
-    digits = min(6, max(3, math.ceil(-math.log10(half)))) if half > 0 else 3
-    form = f"{'+' if signed else ''}.{digits}f"
-    mean, low, high = (_number(value, form) for value in (interval.mean, interval.low, interval.high))
-    return f"{mean} [{low}, {high}]"
-
-
-def _number(value: float, form: str) -> str:
-    """Without the sign that rounding leaves on a zero."""
-    text = format(value, form)
-    return text if float(text) else text.replace("-", "+" if "+" in form else "")
+    return written(interval.mean, interval.low, interval.high, signed=signed)
 
 
 def _difference_table(estimates: Sequence[Estimate], metric: str) -> str:

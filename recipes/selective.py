@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from .command import OneLineParser, UsageError
 from .detection import Comparison, Run, auroc, compare
+from .intervals import hierarchical_bootstrap, written
 
 BASELINE = "log_probability"
 UNCALIBRATED = "probability_as_it_is"
@@ -168,12 +170,17 @@ def read_answers(path: Path, correct: str = "exact_match") -> Answers:
 def measure(runs: Sequence[Answers], resamples: int = 1000) -> dict[str, Any]:
     """Compare what the scores say about which answers are wrong.
 
+    The share of wrong answers is a mean over runs and questions and has the interval of one (`recipes.intervals`). AUROC and
+    AURC are none: what an answer adds to them depends on which others are there, so that there is no table of runs by questions
+    to be taken apart. They have percentiles of means that are computed anew on each draw, which with few runs are too narrow.
+
     Args:
         runs: Seeds of one arm, plain or patched; their scores must be the same.
         resamples: Of the bootstrap over questions, and over runs where there are several.
 
     Returns:
-        "n", answers in all; "risk", the share of wrong ones; "best_aurc", what telling them apart perfectly would give; "scores",
+        "n", answers in all; "risk", the share of wrong ones, and "risk_interval", [low, high], or None where the runs did not
+        answer the same questions once each; "best_aurc", what telling them apart perfectly would give; "scores",
         for each: "auroc" of wrong answers and "aurc", [value, low, high]; "ece" (after a calibration on other questions),
         a number; for all but the log-probability "..._minus_log_probability", [value, low, high]; and "curve", the risk at
         each of `COVERAGES`.
@@ -196,9 +203,20 @@ def measure(runs: Sequence[Answers], resamples: int = 1000) -> dict[str, Any]:
     return {
         "n": sum(len(run.wrong) for run in runs),
         "risk": float(np.mean([run.wrong.mean() for run in runs])),
+        "risk_interval": _risk_interval(runs),
         "best_aurc": float(np.mean([selective_risk(run.wrong.astype(float), run.wrong).mean() for run in runs])),
         "scores": scores,
     }
+
+
+def _risk_interval(runs: Sequence[Answers]) -> list[float] | None:
+    tables = [dict(zip(run.ids, run.wrong, strict=True)) for run in runs]
+    if any(
+        len(table) < len(run.ids) or table.keys() != tables[0].keys() for run, table in zip(runs, tables, strict=True)
+    ):
+        return None
+    interval = hierarchical_bootstrap(np.array([[float(table[i]) for i in tables[0]] for table in tables]))
+    return [interval.low, interval.high]
 
 
 def _entry(name: str, *comparisons: Comparison) -> dict[str, Any]:
@@ -261,7 +279,9 @@ def run(argv: Sequence[str]) -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     if options.output:
-        write_json(Path(options.output), {"files": [run.source for run in runs], "correct": options.correct, **found})
+        made = {"command": shlex.join(["bft-audit", "selective", *argv]), "resamples": options.resamples}
+        answers = {"files": [run.source for run in runs], "correct": options.correct}
+        write_json(Path(options.output), {**made, **answers, **found})
     report(found, markdown=options.markdown)
 
 
@@ -283,8 +303,10 @@ def report(found: Mapping[str, Any], *, markdown: bool = False) -> None:
         for name, row in scores.items()
     }
     headings = ["score", *HEADINGS, "risk at .2 .5 .8"]
+    known = found["risk_interval"]
+    risk = written(found["risk"], *known) if known else f"{found['risk']:.3f}"
     title = (
-        f"{found['n']} answers, {found['risk']:.3f} wrong; AURC without information {found['risk']:.3f}, at best "
+        f"{found['n']} answers, {risk} wrong; AURC without information {found['risk']:.3f}, at best "
         f"{found['best_aurc']:.3f}"
     )
     if markdown:
@@ -309,4 +331,4 @@ def report(found: Mapping[str, Any], *, markdown: bool = False) -> None:
 def _cell(estimate: Sequence[float] | float | None) -> str:
     if isinstance(estimate, float):
         return f"{estimate:.3f}"
-    return "" if estimate is None else f"{estimate[0]:.3f} [{estimate[1]:.3f}, {estimate[2]:.3f}]"
+    return "" if estimate is None else written(*estimate)

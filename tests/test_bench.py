@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import REPOSITORY
 
 from bft_hf.recipes import runner
 from bft_hf.recipes.bench import main
 from bft_hf.recipes.command import UsageError
-from bft_hf.recipes.grid import GRIDS, flags_of, parse_name, read_grid
+from bft_hf.recipes.grid import GRIDS, differences, flags_of, parse_name, read_grid
+from bft_hf.recipes.records import read_whole
 from bft_hf.recipes.runs import last_checkpoint, last_lines, read_record
 
 RECIPE = """
@@ -412,6 +414,27 @@ def test_flags_of_the_shipped_grids_are_the_recipes(grid: str) -> None:
         assert {*run.flags} <= known, {*run.flags} - known
         assert run.flags["method"] in METHODS
         assert shlex.split(shlex.join(map(str, run.axes.values())))
+
+
+def test_stored_runs_of_squad_noise_are_runs_of_its_grid() -> None:
+    folder = REPOSITORY / "docs" / "results" / "squad_noise"
+    if not folder.is_dir():
+        pytest.skip("no docs/ beside tests/, as in the sdist")
+    stored = {record.name: record for record in read_whole([folder])}
+    [dataset] = {flags_of(record.results["command"])["dataset"][0] for record in stored.values()}
+    grid = read_grid("squad_noise.yaml", [f"dataset={dataset}"])
+    runs = {run.name: run for run in grid.runs() if run.name in stored}
+    assert runs.keys() == stored.keys()
+    # A start that is given by its numbers, or as it was the default then, is the start that was computed.
+    written_otherwise = ("process_noise", "initial_precision")
+    for name, run in runs.items():
+        results = stored[name].results
+        assert run.axes == stored[name].axes
+        assert differences(run, results["command"], [*grid.unchecked, *written_otherwise]) == []
+        assert (results["bft_config"] is not None) == run.flags["method"].startswith("bft")
+        if results["bft_config"]:
+            start = [results["bft_config"][key] for key in ("initial_process_noise", "initial_precision_value")]
+            assert start == [run.flags.get("process_noise", 100), run.flags.get("initial_precision", 0.01)]
 
 
 def test_smoke_grid_runs_and_reports(stories260k: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from conftest import REPOSITORY
+from conftest import REPOSITORY, make_tiny_llama
 from datasets import Dataset
+from scipy import stats
 from transformers import AutoTokenizer
 
 import bft_hf
@@ -233,3 +235,41 @@ def test_a_second_look_at_the_same_questions_finds_what_the_run_found(
     assert after["after"]["n"] == 8 and after["training"] == before["training"]
     ids = [json.loads(line)["id"] for line in (look / run_folder.name / "predictions.jsonl").read_text().splitlines()]
     assert len(set(ids)) == 8
+
+
+def test_starts_keep_every_question_and_print_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = load("starts")
+    easy = np.random.default_rng(0).normal(4, 1, 40)
+
+    class Bench:
+        """A patch adds .2 to every question, give or take, and a calibration takes half of it back."""
+
+        def __init__(self, questions: int, rows: int) -> None:
+            self.model, self.ids = make_tiny_llama(), [f"question {i}" for i in range(40)]
+
+        def answer_nll(self) -> list[float]:
+            config = bft_hf.get_config(self.model)
+            added = np.random.default_rng(1).normal(0.2, 0.1, 40) * (1 if config and config.gain_scale is None else 0.5)
+            return list(easy + (0 if config is None else added))
+
+        def batches(self, answers_alone: bool) -> list[dict[str, torch.Tensor]]:
+            return [{"input_ids": torch.arange(3, 30)[None]}]
+
+    monkeypatch.setattr(module, "Bench", Bench)
+    monkeypatch.setattr(module, "STARTS", {"Q 1 (unit)": {}})
+    run(module, monkeypatch, "--output", str(tmp_path / "starts.json"))
+    table = {tuple(cells[:2]): cells[2:] for cells in lines(capsys.readouterr().out)}
+    assert table["plain", ""][1] == "+0.000 [+0.000, +0.000]"
+    found = json.loads((tmp_path / "starts.json").read_text())
+    assert found["ids"][39] == "question 39" and [start["calibrated"] for start in found["starts"]] == [
+        "", "", "all tokens", "answers",
+    ]  # fmt: skip
+    plain, unit, calibrated, _ = found["starts"]
+    difference = np.subtract(unit["per_question"], plain["per_question"])
+    interval = stats.t.interval(0.95, 39, difference.mean(), stats.sem(difference))
+    assert unit["difference"] == pytest.approx(difference.mean()) and len(difference) == 40
+    assert unit["interval"] == pytest.approx(interval, abs=0.1 * (interval[1] - interval[0]))
+    assert table["Q 1 (unit)", ""][1] == "{:+.3f} [{:+.3f}, {:+.3f}]".format(unit["difference"], *unit["interval"])
+    assert calibrated["difference"] == pytest.approx(difference.mean() / 2) and calibrated["gain_scale"]

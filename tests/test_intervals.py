@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bft_hf.recipes.intervals import Interval, hierarchical_bootstrap, holm
+from bft_hf.recipes.intervals import Interval, hierarchical_bootstrap, holm, written
 
 DIFFERENCE = 0.3
 REPLICATIONS = 400
@@ -146,3 +146,28 @@ def test_holm() -> None:
     # Holm 1979 by hand: .005 * 4, .01 * 3, .03 * 2, and .04 no smaller than the one before.
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.6, 0.9]) == [1.0, 1.0] and holm([]) == []
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        # An arm of a recommender that loses, and would seem to lose perhaps.
+        ((-0.00117, -0.00221, -0.00014), "-0.0012 [-0.0022, -0.0001]"),
+        ((-0.0003, -0.0004, 0.0012), "-0.0003 [-0.0004, +0.0012]"),
+        ((0.024, -0.0000031, 0.048), "+0.024000 [-0.000003, +0.048000]"),
+        ((0.024, -0.00000002, 0.048), "+0.024 [-2e-08, +0.048]"),
+        # Three digits are enough.
+        ((0.0001, -0.051, 0.0512), "+0.000 [-0.051, +0.051]"),
+        ((0.0, -0.0015, 0.0005), "+0.000 [-0.002, +0.001]"),
+        ((1.4011, 1.2079, 1.5893), "+1.401 [+1.208, +1.589]"),
+        # Zero is zero, with the rounding of a sum too.
+        ((0.0, 0.0, 0.0), "+0.000 [+0.000, +0.000]"),
+        ((-0.01, -0.02, -2e-17), "-0.010 [-0.020, +0.000]"),
+        # As many digits as it takes to see the width, and no more than six.
+        ((0.0012, 0.00112, 0.00128), "+0.00120 [+0.00112, +0.00128]"),
+        ((0.5, 0.5 - 1e-9, 0.5 + 1e-9), "+0.500000 [+0.500000, +0.500000]"),
+    ],
+)
+def test_no_end_that_is_not_zero_is_written_as_zero(ends: tuple[float, float, float], expected: str) -> None:
+    assert written(*ends, signed=True) == expected
+    assert written(*ends) == expected.replace("+", "")

@@ -18,6 +18,7 @@ from bft_hf.recipes.losses import (
     focal,
     forward_correction,
     generalised_cross_entropy,
+    label_losses,
     label_smoothing,
     mean_token_loss,
     symmetric_cross_entropy,
@@ -207,6 +208,20 @@ def test_excess_is_read_off_the_head_without_its_logits(bias: bool) -> None:
 def test_excess_of_half_precision_is_single() -> None:
     head = nn.Linear(6, 11, bias=False, dtype=torch.bfloat16)
     assert excess_of_labels(torch.ones(2, 6, dtype=torch.bfloat16), torch.tensor([1, 2]), head).dtype == torch.float32
+
+
+def test_dft_is_minus_p_log_p_with_a_fixed_p(problem: dict[str, Any]) -> None:
+    """arXiv:2508.05629: the gradient by the logits is p times cross entropy's, p_v - y_v, and not that of -p log p."""
+    logits, labels = problem["logits"].flatten(0, 1), problem["labels"].flatten().clamp(min=0)
+    loss = label_losses(SimpleNamespace(token_loss=None, loss_type="dft", label_smoothing_factor=0.0))
+    p = logits.softmax(-1)
+    right = p.gather(-1, labels[:, None])
+    torch.testing.assert_close(loss(logits, labels), -(right * right.log())[:, 0], rtol=1e-12, atol=0)
+    expected = right * (p - torch.eye(11, dtype=torch.float64)[labels])
+    gradient = gradients_of(lambda at: loss(at, labels).sum(), logits)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
+    moving = gradients_of(lambda at: -(q := at.softmax(-1).gather(-1, labels[:, None])).mul(q.log()).sum(), logits)
+    assert (gradient - moving).abs().max() > 0.1
 
 
 def test_a_config_of_trls_has_no_token_loss() -> None:

@@ -154,8 +154,9 @@ def test_packed_runs_give_the_same_bytes(
     for file in Path("one").iterdir():
         assert file.read_bytes() == Path("two", file.name).read_bytes(), file.name
     assert {file.name for file in Path("one").iterdir()} == {
-        "report.md", "means.csv", "differences.csv", "changes.csv", "changes_less_baseline.csv", "f1_over_noise.svg",
-        "answer_nll_over_noise.svg",
+        "report.md", "means.csv", "differences.csv", "changes.csv", "changes_less_baseline.csv", "changes_to_each.csv",
+        "changes_to_each_less_baseline.csv", "f1_over_noise.svg", "f1_change_over_noise.svg", "answer_nll_over_noise.svg",
+        "answer_nll_change_over_noise.svg",
     }  # fmt: skip
     assert "![f1 over noise](f1_over_noise.svg)" in Path("one/report.md").read_text()
     assert b"<svg" in Path("one/f1_over_noise.svg").read_bytes()
@@ -227,6 +228,68 @@ def test_distractors_within_a_run_are_an_axis(tmp_path: Path, monkeypatch: pytes
     assert cells(changed, "noise=0", "bft", "+0.200 [+0.200, +0.200]", "yes")[-1] == "better"
     assert main(["pack", "runs", "packed"]) == 0 and len(list(Path("packed").iterdir())) == 10
     assert "distractors=4" in report("packed")
+
+    report("packed", "--baseline", "sft", "--out", "out")
+    assert "![f1 change over distractors](f1_change_over_distractors.svg)" in Path("out/report.md").read_text()
+    drops = {(row["arm"], row["distractors"]): float(row["mean"]) for row in rows_of(Path("out/changes_to_each.csv"))}
+    assert drops == pytest.approx(
+        {("sft", "2"): -0.15, ("sft", "4"): -0.3, ("bft", "2"): -0.05, ("bft", "4"): -0.1}, abs=1e-3
+    )
+    less = {row["distractors"]: float(row["mean"]) for row in rows_of(Path("out/changes_to_each_less_baseline.csv"))}
+    assert less == pytest.approx({"2": 0.1, "4": 0.2}, abs=1e-3)
+
+
+def test_no_change_is_drawn_where_no_run_has_a_partner(runs: Path, report: Callable[..., str]) -> None:
+    """Numbers of noise and, in the same places, of questions: nothing else is alike at both ends."""
+    for folder in runs.glob("*_noise=*_seed=?"):
+        if (file := folder / "predictions.jsonl").exists():
+            rows = [json.loads(line) for line in file.read_text().splitlines()]
+            later = {"of": 10 * float(folder.name.split("noise=")[1].split("_")[0])}
+            file.write_text("".join(json.dumps(row | later) + "\n" for row in rows))
+    report("runs", "--axis", "of", "--metric", "f1", "--out", "out")
+    figures = {file.name for file in Path("out").glob("*.svg")}
+    assert figures == {"f1_over_noise.svg", "f1_over_of.svg"} and "change_over" not in Path("out/report.md").read_text()
+
+
+def test_the_drop_over_distractors_is_drawn_from_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Any
+) -> None:
+    """What stands at each number of distractors is read off the figure's own lines."""
+    monkeypatch.chdir(tmp_path)
+    for arm, drop in (("sft", 0.3), ("bft", 0.1)):
+        for seed in SEEDS:
+            folder = write_run(tmp_path / "runs", arm, 0, seed)
+            rows = [
+                {"id": i, "f1": 0.5 - drop * k / 4 + i % 7 / 90 * k, "distractors": k}
+                for k in (0, 2, 4)
+                for i in range(49)
+            ]
+            (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept = []
+    monkeypatch.setattr("bft_hf.recipes.figures.svg", lambda figure: kept.append(figure) or b"<svg/>")
+    report("runs", "--baseline", "sft", "--metric", "f1", "--out", "out")
+    plots = {plot.get_ylabel(): plot for figure in kept for plot in figure.axes}
+    assert [*plots] == ["f1", "f1 less sft", "f1: change", "f1: change less sft's"]
+
+    def lines(title: str) -> dict[str, tuple[list[float], list[float]]]:
+        """By arm the means and the widths of the intervals."""
+        found = {}
+        for bars in plots[title].containers:
+            [widths] = bars.lines[2]
+            ends = [segment[:, 1] for segment in widths.get_segments()]
+            found[bars.get_label()] = (list(bars.lines[0].get_ydata()), [top - bottom for bottom, top in ends])
+        return found
+
+    mean = 3 / 90  # of i % 7 / 90
+    changes = lines("f1: change")
+    assert changes["sft"][0] == pytest.approx([0, -0.15 + 2 * mean, -0.3 + 4 * mean], abs=1e-3)
+    assert changes["bft"][0] == pytest.approx([0, -0.05 + 2 * mean, -0.1 + 4 * mean], abs=1e-3)
+    # The questions' own spread grows with k; the arms' difference has none of it.
+    none, some, more = changes["bft"][1]
+    assert none == 0 < some < more
+    means, widths = lines("f1: change less sft's")["bft"]
+    assert means == pytest.approx([0, 0.1, 0.2], abs=1e-3) and max(widths) < 0.2 * some
+    assert lines("f1")["sft"][0] == pytest.approx([0.5, 0.35 + 2 * mean, 0.2 + 4 * mean], abs=1e-3)
 
 
 def test_recommenders_are_read_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, report: Any) -> None:
@@ -372,3 +435,14 @@ def test_a_narrow_interval_shows_its_width(tmp_path: Path, report: Callable[...,
     numbers = line.split("|")[3].strip()
     low, high = (float(part) for part in numbers[numbers.index("[") + 1 : -1].split(","))
     assert 0.0011 < low < high < 0.0013
+
+
+def test_a_small_loss_is_no_zero(tmp_path: Path, report: Callable[..., str]) -> None:
+    for arm in ("plain", "bft"):
+        (tmp_path / "runs" / f"{arm}_seed=1").mkdir(parents=True)
+        rows = [{"id": i, "hr@10": 0.5 - (arm == "bft") * (0.0012 + 0.0107 * (-1) ** i)} for i in range(400)]
+        folder = tmp_path / "runs" / f"{arm}_seed=1"
+        (folder / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "results.json").write_text('{"command": "bft-rec"}')
+    [line] = [line for line in report(str(tmp_path / "runs"), "--baseline", "plain").splitlines() if "worse" in line]
+    assert line.startswith("| all runs | bft | -0.0012 [-0.0022, -0.0001] | yes |")

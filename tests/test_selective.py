@@ -7,10 +7,12 @@ import pytest
 from torchmetrics.functional.classification import binary_calibration_error
 
 from bft_hf.recipes.audit import main
+from bft_hf.recipes.intervals import hierarchical_bootstrap
 from bft_hf.recipes.selective import (
     COVERAGES,
     SCORES,
     UNCALIBRATED,
+    Answers,
     aurc,
     calibrated,
     expected_calibration_error,
@@ -112,6 +114,20 @@ def test_a_score_that_knows_more_is_found_to(tmp_path):
     assert set(scores[UNCALIBRATED]) == {"ece", "ece_minus_log_probability"}
 
 
+def test_the_share_of_wrong_answers_has_the_interval_of_a_mean(tmp_path):
+    runs = [read_answers(write_predictions(tmp_path / f"{seed}.jsonl", seed)) for seed in range(3)]
+    interval = hierarchical_bootstrap(np.stack([run.wrong for run in runs]).astype(float))
+    found = measure(runs, resamples=20)
+    assert found["risk_interval"] == [interval.low, interval.high] and interval.mean == pytest.approx(found["risk"])
+    # Paired by question, in whatever order the answers stand.
+    order = np.random.default_rng(0).permutation(200)
+    trust = {name: values[order] for name, values in runs[1].trust.items()}
+    runs[1] = Answers(runs[1].source, runs[1].ids[order], trust, runs[1].wrong[order])
+    assert measure(runs, resamples=20)["risk_interval"] == found["risk_interval"]
+    other = read_answers(write_predictions(tmp_path / "other.jsonl", count=150))
+    assert measure([runs[0], other], resamples=20)["risk_interval"] is None
+
+
 def test_the_direction_of_a_score_is_not_taken_from_the_data(tmp_path):
     """A precision that is high where answers are wrong stays below one half."""
     path = write_predictions(tmp_path / "p.jsonl", signal="final_precision")
@@ -142,7 +158,10 @@ def test_the_subcommand_reads_files_and_folders_and_writes_numbers(tmp_path, cap
     printed = capsys.readouterr().out
     assert "400 answers" in printed and "interval above zero: mean_gain" in printed
     numbers = json.loads((tmp_path / "numbers.json").read_text())
-    assert numbers["files"] == [str(tmp_path / "run"), str(other)]
+    assert numbers["files"] == [str(tmp_path / "run"), str(other)] and numbers["resamples"] == 50
+    assert numbers["command"] == f"bft-audit selective {tmp_path / 'run'} {other} {' '.join(flags)}"
+    low, high = numbers["risk_interval"]
+    assert f"400 answers, {numbers['risk']:.3f} [{low:.3f}, {high:.3f}] wrong" in printed
     assert main(["selective", str(other), "--resamples", "50", "--markdown"]) == 0
     assert (
         f"| log_probability | {measure([read_answers(other)], 50)['scores']['log_probability']['auroc'][0]:.3f} ["

@@ -13,6 +13,7 @@ from conftest import make_tiny_llama
 from datasets import Dataset
 from distributed.ddp import tokenizer
 from peft import LoraConfig, PromptTuningConfig
+from scipy import stats
 from torch import Tensor
 from transformers import set_seed
 from trl import SFTConfig, SFTTrainer
@@ -55,6 +56,7 @@ def make_trainer(
     folder: Path,
     kind: type[SFTTrainer] = BFTSFTTrainer,
     data: Dataset | None = None,
+    eval_dataset: Dataset | None = None,
     peft_config: Any = None,
     **options: Any,
 ) -> SFTTrainer:
@@ -71,6 +73,7 @@ def make_trainer(
         model,
         args,
         train_dataset=rows() if data is None else data,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer(),
         peft_config=peft_config,
         **own,
@@ -141,6 +144,63 @@ def test_the_loss_of_a_method_is_its_formulas(method: str, peft_config: Any, tmp
         plain = make_trainer("bft" if METHODS[method].patched else "sft", tmp_path, peft_config=peft_config)
         other = loss_and_gradients(lambda: plain.compute_loss(model, dict(batch)), trainer)
         assert abs(other[0] - ours[0]) > 1e-3
+
+
+@pytest.mark.parametrize("count", [None, 17])
+def test_trls_dft_in_float64_is_minus_p_log_p_with_a_fixed_p(count: int | None, tmp_path: Path) -> None:
+    """TRL's own lines on log-probabilities in float64; its fused head keeps single precision, whatever the model's."""
+    trainer = make_trainer("dft", tmp_path, kind=SFTTrainer)
+    generator = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(2, 7, 11, generator=generator, dtype=torch.float64)).requires_grad_()
+    ids = torch.randint(0, 11, (2, 7), generator=generator)
+    labels = ids.clone()
+    labels[0, :3] = labels[1, 4:] = -100
+    kept, items = labels[:, 1:] != -100, None if count is None else torch.tensor(count)
+
+    def model(**inputs: Any) -> SimpleNamespace:
+        """What the fused head gives, without its rounding."""
+        log_probs = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])[..., 0]
+        unused = torch.zeros(kept.shape)
+        return SimpleNamespace(
+            log_probs=log_probs * kept, label_mask=kept, entropy=unused, is_top1=unused, aux_loss=None
+        )
+
+    if FUSED_HEAD:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        loss = trainer.compute_loss(model, batch, False, items)
+    else:
+        loss = trainer.compute_loss_func(SimpleNamespace(logits=logits), labels, num_items_in_batch=items)
+    [gradient] = torch.autograd.grad(loss, logits)
+
+    p = logits.detach().softmax(-1)[:, :-1]
+    one_hot = torch.eye(11, dtype=torch.float64)[labels[:, 1:].clamp(min=0)]
+    right, number = (p * one_hot).sum(-1), int(kept.sum()) if count is None else count
+    torch.testing.assert_close(loss.detach(), -(right * right.log())[kept].sum() / number, rtol=1e-12, atol=0)
+    expected = right[..., None] * (p - one_hot) * kept[..., None] / number
+    torch.testing.assert_close(gradient[:, :-1], expected, rtol=1e-10, atol=1e-14)
+    assert not gradient[:, -1].any()
+
+
+@pytest.mark.parametrize("method", ["neftune", "bft+neftune"])
+def test_neftunes_noise_is_uniform_within_its_bound_and_in_training_alone(method: str, tmp_path: Path) -> None:
+    """arXiv:2310.05914, algorithm 1: uniform in +-alpha / sqrt(L d), L the length of the batch and d its width."""
+    data = Dataset.from_list([row for row in rows() if len(row["input_ids"]) == 12])
+    options: dict[str, Any] = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "neftune_noise_alpha": 7.0}
+    trainer = make_trainer(method, tmp_path, data=data, eval_dataset=data, **options)
+    found: dict[bool, list[Tensor]] = {True: [], False: []}
+    embedded: list[Tensor] = []
+    layers = trainer.model.model
+    # The Trainer's own hook adds the noise after this one has seen the embeddings, and before the first layer has.
+    layers.embed_tokens.register_forward_hook(lambda _, args, output: embedded.append(output.detach()))
+    layers.layers[0].register_forward_pre_hook(
+        lambda layer, args: found[layer.training].append(args[0].detach() - embedded.pop())
+    )
+    trainer.train()
+    assert len(found[True]) == 3 == len(found[False]) and not any(noise.any() for noise in found[False])
+    noise, bound = torch.cat([part.flatten() for part in found[True]]), 7.0 / math.sqrt(12 * 32)
+    assert 0.99 * bound < noise.abs().max() < bound * (1 + 1e-5)
+    assert stats.kstest(noise.numpy(), stats.uniform(-bound, 2 * bound).cdf).pvalue > 1e-3
+    assert not torch.equal(found[True][0], found[True][1])
 
 
 @pytest.mark.parametrize("method", [*LOSSES, "sft", "smoothed by TRL"])
