@@ -305,7 +305,8 @@ def _estimate_table(estimates: Sequence[Estimate]) -> str:
 
 
 def _shown_flags(record: Record, axes: Sequence[str]) -> dict[str, list[str]]:
-    hidden = {*BOOKKEEPING, *axes, SEED}
+    # What is looked at when training is over changes no other result.
+    hidden = {*BOOKKEEPING, "token_classes", *axes, SEED}
     command = str(record.results.get("command", ""))
     return {name: words for name, words in flags_of(command).items() if name not in hidden}
 

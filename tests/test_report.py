@@ -359,6 +359,8 @@ def test_different_libraries_are_said(runs: Path, report: Callable[..., str]) ->
 def test_arms_of_mixed_flags_are_said(runs: Path, report: Callable[..., str]) -> None:
     assert "different flags" not in report("runs")
     file = runs / "bft_noise=0_seed=1" / "results.json"
+    file.write_text(file.read_text().replace("--max_steps 60", "--max_steps 60 --token_classes 24"))
+    assert "different flags" not in report("runs")
     file.write_text(file.read_text().replace("--max_steps 60", "--max_steps 40"))
     assert "Runs of one arm have different flags (bft)" in report("runs")
 
