@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from .arguments import read_config
 from .command import OneLineParser, UsageError
 
-MODELS = ("sasrec", "bert4rec", "hstu", "popularity")
+MODELS = ("sasrec", "bert4rec", "hstu", "popularity", "transitions")
 METHODS = ("plain", "bft")
 FORMATS = ("sequences", "pairs", "json", "inter", "csv")
 LEARNED = MODELS[:3]
@@ -60,7 +60,7 @@ class RecArguments:
         None, "Titles to save with the model: JSON {item: title}, or lines of item, tab or comma, title.", "data"
     )
 
-    model: str = _flag("sasrec", "The recommender; popularity learns nothing.", "model", choices=MODELS)
+    model: str = _flag("sasrec", "The recommender; popularity and transitions (by the last item alone) learn nothing.", "model", choices=MODELS)
     method: str = _flag("plain", "bft: the model as a Bayesian filter.", "model", choices=METHODS)
     hidden_size: int | None = _flag(None, "Width. Default: the model's own, 64 or (HSTU) 50.", "model", minimum=1)
     num_layers: int = _flag(2, "Blocks.", "model", minimum=1)

@@ -148,6 +148,8 @@ def test_training_learns_the_ring(run: Any) -> None:
     popular = results_of(run("--model", "popularity", name="popular"))
     assert learned["test"]["ndcg@5"] > 0.5 > 0.3 > popular["test"]["ndcg@5"]
     assert popular["data"] == learned["data"] and popular["bft_config"] is None
+    followed = results_of(run("--model", "transitions", name="followed"))
+    assert followed["test"]["ndcg@5"] > 0.5 and followed["model"] == "transitions"
 
 
 def test_early_stopping_keeps_the_best_epoch(run: Any) -> None:
