@@ -1,6 +1,7 @@
 """Runs laid out by arm, condition and seed: means, paired differences and changes, each with its interval."""
 
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -229,7 +230,10 @@ def condition_order(condition: Condition) -> list[Any]:
 
 
 def _label_order(label: Value) -> tuple[bool, float, str]:
-    return (True, 0.0, label) if isinstance(label, str) else (False, float(label), "")
+    if not isinstance(label, str):
+        return (False, float(label), "")
+    number = re.match(r"\d+", label)  # "6-10" before "11-20", and both before "all"
+    return (True, float(number[0]) if number else math.inf, label)
 
 
 def _limits(seeds: Sequence[Value]) -> str:

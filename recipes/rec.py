@@ -9,9 +9,9 @@ What to recommend after some items, by the model that this left:
     bft-rec recommend --model outputs/rec-histories-sasrec-bft-seed42 --history '12 7 101' --k 5
 
 Leave-one-out: of every user the last item is the test's, the one before it validation's, and training stops at the best
-validation NDCG@10. The held-out item is ranked among all items of the catalogue but those the user has had. Into
-`--output_dir` go results.json, per_user.csv.gz (every user's rank, for paired tests), the model and items.json, the names
-of its items. Several processes: `accelerate launch -m bft_hf.recipes.rec --data ...`.
+validation NDCG@10. The held-out item is ranked among all items of the catalogue but those the user has had. `--test false`
+leaves the test alone, for choosing. Into `--output_dir` go results.json, per_user.csv.gz (every user's rank, for paired
+tests), the model and items.json, the names of its items. Several processes: `accelerate launch -m bft_hf.recipes.rec --data ...`.
 """
 
 import json
@@ -99,14 +99,14 @@ def _run(arguments: RecArguments, command: str) -> None:
         if accelerator.is_main_process:
             clear(folder, keep_checkpoint=arguments.resume)
         accelerator.wait_for_everyone()
-        test = fit(trainer, arguments, results)
+        ranking = fit(trainer, arguments, results)
     else:
-        test = rank_baseline(arguments.model, split, results)
+        ranking = rank_baseline(arguments, split, results)
         if accelerator.is_main_process:
             clear(folder)
     results["seconds"]["total"] = time.perf_counter() - started
     if accelerator.is_main_process:
-        save(folder, results, test, trainer.model if arguments.model in LEARNED else None)
+        save(folder, results, ranking, trainer.model if arguments.model in LEARNED else None)
     report(results, folder, say)
 
 
@@ -253,7 +253,7 @@ def prepare(arguments: RecArguments, split: "Split", titles: dict[str, str], acc
 
 
 def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) -> "Ranking":
-    """Train, and evaluate the best epoch's weights on both parts.
+    """Train, and evaluate the best epoch's weights; the ranking of the last part evaluated.
 
     Raises:
         UsageError: Training cannot go on.
@@ -265,7 +265,7 @@ def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) ->
     with as_usage_error("", ValueError):
         record = trainer.train(resume=arguments.resume)
     evaluated = time.perf_counter()
-    validation, test = (trainer.rank(part, details=True) for part in ("validation", "test"))
+    rankings = [trainer.rank(part, details=True) for part in arguments.parts]
     config = bft_hf.get_config(trainer.model)
     results |= {
         "model_config": trainer.model.config.to_dict(),
@@ -284,28 +284,27 @@ def fit(trainer: "Trainer", arguments: RecArguments, results: dict[str, Any]) ->
     }
     if config:
         results["filter"] = filter_by_frequency(trainer.model, trainer.split)
-    results |= outcome(validation, test)
-    return test
+    results |= outcome(rankings)
+    return rankings[-1]
 
 
-def rank_baseline(name: str, split: "Split", results: dict[str, Any]) -> "Ranking":
-    """Rank by popularity or by transitions."""
+def rank_baseline(arguments: RecArguments, split: "Split", results: dict[str, Any]) -> "Ranking":
+    """Rank by popularity or by transitions; the ranking of the last part evaluated."""
     from bft_hf.rec.baselines import BASELINES
     from bft_hf.rec.evaluation import rank_users
 
     started = time.perf_counter()
-    rankings = [
-        rank_users(split, part, BASELINES[name](split, part), recommend=True) for part in ("validation", "test")
-    ]
-    results |= {"bft_config": None, "seconds": {"evaluation": time.perf_counter() - started}} | outcome(*rankings)
-    return rankings[1]
+    scorer = BASELINES[arguments.model]
+    rankings = [rank_users(split, part, scorer(split, part), recommend=True) for part in arguments.parts]
+    results |= {"bft_config": None, "seconds": {"evaluation": time.perf_counter() - started}} | outcome(rankings)
+    return rankings[-1]
 
 
-def save(folder: Path, results: dict[str, Any], test: "Ranking", model: Any) -> None:
+def save(folder: Path, results: dict[str, Any], ranking: "Ranking", model: Any) -> None:
     """Write the model, the users' ranks and, last, results.json; the checkpoint goes."""
     if model is not None:
         model.save_pretrained(folder)
-    write_per_user(folder / "per_user.csv.gz", test)
+    write_per_user(folder / "per_user.csv.gz", ranking)
     write_json(folder / "results.json", results)
     (folder / CHECKPOINT).unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from .arguments import read_config
 from .command import OneLineParser, UsageError
 
-MODELS = ("sasrec", "bert4rec", "hstu", "popularity")
+MODELS = ("sasrec", "bert4rec", "hstu", "popularity", "transitions")
 METHODS = ("plain", "bft")
 FORMATS = ("sequences", "pairs", "json", "inter", "csv")
 LEARNED = MODELS[:3]
@@ -60,7 +60,12 @@ class RecArguments:
         None, "Titles to save with the model: JSON {item: title}, or lines of item, tab or comma, title.", "data"
     )
 
-    model: str = _flag("sasrec", "The recommender; popularity learns nothing.", "model", choices=MODELS)
+    model: str = _flag(
+        "sasrec",
+        "The recommender; popularity and transitions (by the last item alone) learn nothing.",
+        "model",
+        choices=MODELS,
+    )
     method: str = _flag("plain", "bft: the model as a Bayesian filter.", "model", choices=METHODS)
     hidden_size: int | None = _flag(None, "Width. Default: the model's own, 64 or (HSTU) 50.", "model", minimum=1)
     num_layers: int = _flag(2, "Blocks.", "model", minimum=1)
@@ -113,6 +118,9 @@ class RecArguments:
     cpu: bool = _flag(False, "Leave an accelerator alone.", "training")
     seed: int = _flag(42, "Of new weights, order, dropout, what is hidden or sampled.", "training", minimum=0)
 
+    test: bool = _flag(
+        True, "Evaluate on the test; false: on validation alone, whose ranks per_user.csv.gz then has.", "run"
+    )
     output_dir: str | None = _flag(
         None, "Where all goes. Default outputs/rec-<data>-<model>-<method>-seed<seed>.", "run"
     )
@@ -162,6 +170,11 @@ class RecArguments:
             value = getattr(self, name)
             if value is not None and not Path(value).expanduser().is_file():
                 raise UsageError(f"--{name} {value}: no such file")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What the trained model is evaluated on; every user's rank is kept of the last."""
+        return ("validation", "test") if self.test else ("validation",)
 
     @property
     def folder(self) -> str:

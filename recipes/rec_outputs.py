@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,15 +44,16 @@ def describe(split: "Split", arguments: RecArguments) -> str:
     )
 
 
-def outcome(validation: "Ranking", test: "Ranking") -> dict[str, Any]:
-    """The metrics of both parts, and the test's by stratum."""
-    return {"validation": validation.summary(), "test": test.summary(), "strata": test.strata()}
+def outcome(rankings: Sequence["Ranking"]) -> dict[str, Any]:
+    """The metrics of each part, and those of the last by stratum; "per_user" names it, as write_per_user is given it."""
+    last = rankings[-1]
+    return {ranking.part: ranking.summary() for ranking in rankings} | {"per_user": last.part, "strata": last.strata()}
 
 
-def write_per_user(path: Path, test: "Ranking") -> None:
+def write_per_user(path: Path, ranking: "Ranking") -> None:
     """A row a user: the held-out item, its rank, its frequency in training and quartile of it; a filter's precision."""
-    split, quartiles, lengths = test.split, test.quartiles, test.history_lengths
-    targets = split.targets(test.part)
+    split, quartiles, lengths = ranking.split, ranking.quartiles, ranking.history_lengths
+    targets = split.targets(ranking.part)
     # No time in the header: two runs alike leave files alike.
     with (
         open(path, "wb") as raw,
@@ -60,30 +62,31 @@ def write_per_user(path: Path, test: "Ranking") -> None:
     ):
         writer = csv.writer(text, lineterminator="\n")
         names = ["user", "item", "rank", "frequency", "item_quartile", "history_length"]
-        writer.writerow(names if test.precision is None else [*names, "precision"])
+        writer.writerow(names if ranking.precision is None else [*names, "precision"])
         for row, user in enumerate(split.users.tolist()):
             item = int(targets[row])
             values = [
                 split.data.user_names[user],
                 split.data.item_names[item - 1],
-                int(test.ranks[row]),
+                int(ranking.ranks[row]),
                 split.item_frequency[item],
                 f"Q{quartiles[row]}",
                 lengths[row],
             ]
-            writer.writerow(values if test.precision is None else [*values, f"{test.precision[row]:.6g}"])
+            writer.writerow(values if ranking.precision is None else [*values, f"{ranking.precision[row]:.6g}"])
 
 
 def report(results: dict[str, Any], folder: Path, say: Any) -> None:
     """The outcome on the terminal."""
-    say(f"{'':16}{'users':>8}{'HR@5':>8}{'HR@10':>8}{'HR@20':>8}{'NDCG@5':>8}{'NDCG@10':>9}{'NDCG@20':>9}{'MRR':>8}")
-    rows = {"validation": results["validation"], "test": results["test"]}
-    rows |= {f"test items {name}": row for name, row in results["strata"]["item_frequency"].items()}
+    say(f"{'':20}{'users':>8}{'HR@5':>8}{'HR@10':>8}{'HR@20':>8}{'NDCG@5':>8}{'NDCG@10':>9}{'NDCG@20':>9}{'MRR':>8}")
+    part = results["per_user"]
+    rows = {name: results[name] for name in dict.fromkeys(["validation", part])}
+    rows |= {f"{part} items {name}": row for name, row in results["strata"]["item_frequency"].items()}
     rows |= {f"history {name}": row for name, row in results["strata"]["history_length"].items()}
     for name, row in rows.items():
         hr = "".join(f"{row[f'hr@{k}']:8.4f}" for k in (5, 10, 20))
         ndcg = "".join(f"{row[f'ndcg@{k}']:{8 if k == 5 else 9}.4f}" for k in (5, 10, 20))
-        say(f"{name:16}{row['n']:8,}{hr}{ndcg}{row['mrr']:8.4f}")
+        say(f"{name:20}{row['n']:8,}{hr}{ndcg}{row['mrr']:8.4f}")
     if "epoch" in results["seconds"]:
         say(f"Best epoch {results['best_epoch']}; {results['seconds']['epoch']:.1f} s an epoch of training")
     say(f"Written to {folder}")

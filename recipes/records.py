@@ -5,6 +5,8 @@ import csv
 import gzip
 import json
 import math
+import sys
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +99,7 @@ def read_run(folder: Path) -> Record:
     if (folder / QUESTIONS).is_file():
         ids, numbers, strata = _questions(folder / QUESTIONS)
     elif (folder / RANKS).is_file():
-        ids, numbers, strata = _ranks(folder / RANKS)
+        ids, numbers, strata = _ranks(folder / RANKS, results)
     else:
         raise UsageError(f"{folder} has neither {QUESTIONS} nor {RANKS}: nothing can be paired without them")
     if not numbers:
@@ -138,21 +140,37 @@ def _questions(path: Path) -> tuple[tuple[str, ...], dict[str, list[float | None
     return ids, numbers, strata
 
 
-def _ranks(path: Path) -> tuple[tuple[str, ...], dict[str, list[float | None]], dict[str, list[str]]]:
-    """Hit rate and NDCG from the rank of every user's held-out item."""
+def _ranks(
+    path: Path, results: dict[str, Any]
+) -> tuple[tuple[str, ...], dict[str, list[float | None]], dict[str, list[str]]]:
+    """Hit rate and NDCG from the rank of every user's held-out item; its quartile, and the history's length as results has it.
+
+    Of validation's items they are called so: a report shall not compare them with the test's.
+    """
     try:
         with gzip.open(path, "rt", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        ranks = [float(row["rank"]) for row in rows]
-        ids = tuple(row["user"] for row in rows)
+            head, *rows = csv.reader(file)
+        columns = dict(zip(head, zip(*rows, strict=True), strict=True))
+        ranks = list(map(float, columns["rank"]))
+        ids, lengths = columns["user"], list(map(int, columns.get("history_length", ())))
     except (OSError, EOFError, ValueError, KeyError):
         raise UsageError(f"{path} is no table with the columns user and rank") from None
+    part = "" if results.get("per_user", "test") == "test" else f"{results['per_user']}_"
     numbers: dict[str, list[float | None]] = {
-        f"hr@{CUTOFF}": [float(rank <= CUTOFF) for rank in ranks],
-        f"ndcg@{CUTOFF}": [_rounded(1 / math.log2(rank + 1)) if rank <= CUTOFF else 0.0 for rank in ranks],
+        f"{part}hr@{CUTOFF}": [float(rank <= CUTOFF) for rank in ranks],
+        f"{part}ndcg@{CUTOFF}": [_rounded(1 / math.log2(rank + 1)) if rank <= CUTOFF else 0.0 for rank in ranks],
     }
-    strata = {"item_quartile": [row["item_quartile"] for row in rows]} if rows and "item_quartile" in rows[0] else {}
+    strata = {"item_quartile": _shared(columns["item_quartile"])} if "item_quartile" in columns else {}
+    names = (results.get("strata") or {}).get("history_length") or {}  # "6-10" and the like, of those that have users
+    if lengths and names:
+        lows = sorted((int(name.partition("-")[0]), name) for name in names)
+        strata["history_length"] = [lows[bisect(lows, (length, "~")) - 1][1] for length in lengths]
     return ids, numbers, strata
+
+
+def _shared(labels: Iterable[str]) -> list[str]:
+    """The labels, each text once in memory: there are a few, and tens of thousands of users."""
+    return list(map(sys.intern, labels))
 
 
 def _rounded(value: float) -> float:
@@ -232,7 +250,7 @@ def read_packed(path: Path) -> Record:
         parts["results"],
         tuple(parts["ids"]),
         {key[7:]: values for key, values in parts.items() if key.startswith("number ")},
-        {key[6:]: values for key, values in parts.items() if key.startswith("label ")},
+        {key[6:]: _shared(values) for key, values in parts.items() if key.startswith("label ")},
     )
 
 

@@ -17,7 +17,7 @@ from conftest import REPOSITORY
 from bft_hf.recipes import runner
 from bft_hf.recipes.bench import main
 from bft_hf.recipes.command import UsageError
-from bft_hf.recipes.grid import GRIDS, differences, flags_of, parse_name, read_grid
+from bft_hf.recipes.grid import GRIDS, differences, flags_of, parse_name, read_grid, to_argv
 from bft_hf.recipes.records import read_whole
 from bft_hf.recipes.runs import last_checkpoint, last_lines, read_record
 
@@ -404,7 +404,14 @@ def test_last_lines_of_a_progress_bar(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "none") == []
 
 
-@pytest.mark.parametrize("grid", sorted(file.name for file in GRIDS.glob("*.yaml")))
+SHIPPED = sorted(file.name for file in GRIDS.glob("*.yaml"))
+
+
+def test_every_shipped_grid_is_of_a_recipe_whose_flags_are_checked() -> None:
+    assert {read_grid(grid).command for grid in SHIPPED} == {"bft-sft", "bft-rec"}
+
+
+@pytest.mark.parametrize("grid", [grid for grid in SHIPPED if read_grid(grid).command == "bft-sft"])
 def test_flags_of_the_shipped_grids_are_the_recipes(grid: str) -> None:
     from bft_hf.recipes.arguments import METHODS, full_parser
 
@@ -435,6 +442,28 @@ def test_stored_runs_of_squad_noise_are_runs_of_its_grid() -> None:
         if results["bft_config"]:
             start = [results["bft_config"][key] for key in ("initial_process_noise", "initial_precision_value")]
             assert start == [run.flags.get("process_noise", 100), run.flags.get("initial_precision", 0.01)]
+
+
+@pytest.mark.parametrize("grid", [grid for grid in SHIPPED if read_grid(grid).command == "bft-rec"])
+def test_runs_of_the_shipped_recommender_grids_are_models_the_recipe_builds(grid: str) -> None:
+    from bft_hf import get_config
+    from bft_hf.recipes.rec import build_model
+    from bft_hf.recipes.rec_arguments import parse, parse_overrides
+
+    seen = set()
+    for run in read_grid(grid).runs():
+        arguments = parse(to_argv(run.flags))
+        assert arguments.seed == run.axes["seed"] and arguments.loss_dtype == "bfloat16"  # of the settings' file
+        if run.axes["seed"] != 1:
+            continue
+        model = build_model(arguments, num_items=20)
+        config = get_config(model)
+        assert (config is None) == (arguments.method == "plain")
+        changes = parse_overrides("bft_overrides", arguments.bft_overrides)
+        assert changes.items() <= (config.to_dict() if config else {}).items()
+        seen.add((arguments.data, type(model).__name__, str(config)))
+    assert len(seen) == sum(run.axes["seed"] == 1 for run in read_grid(grid).runs())
+    assert all("--test false" in shlex.join(to_argv(run.flags)) for run in read_grid("rec_ablations.yaml").runs())
 
 
 def test_smoke_grid_runs_and_reports(stories260k: Path, capsys: pytest.CaptureFixture[str]) -> None:

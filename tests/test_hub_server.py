@@ -96,8 +96,42 @@ assert "bft_hf" not in sys.modules
 """
 
 
-def run(hub: LocalHub, home: Path, script: str, *arguments: Any) -> None:
-    """Run Python in a fresh process whose Hub is `hub` and whose cache is empty."""
+RECOMMENDER = """
+import json, sys, torch
+torch.set_num_threads(1)
+import bft_hf
+from bft_hf import rec
+from bft_hf.rec.item_map import ItemMap
+
+torch.manual_seed(0)
+shape = {"num_items": 5, "hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 8, "initializer_range": 0.5}
+model = bft_hf.patch(rec.SASRecForNextItem(rec.SASRecConfig(**shape)), rec.filter_defaults(initial_process_noise=2.0))
+with torch.no_grad():
+    for parameter in bft_hf.bft_parameters(model).values():
+        parameter += torch.randn(parameter.shape)
+model.item_map = ItemMap(("tea", "cup", "pot", "milk", "cäke"), {"cup": "A cup"})
+model.push_to_hub("tester/recommender", private=True)
+with open(sys.argv[1], "w") as file:
+    json.dump([[vars(row) for row in rows] for rows in model.recommend([["tea", "cup"], ["milk"]], k=3)], file)
+"""
+
+RECOMMEND = """
+import json, sys, torch
+torch.set_num_threads(1)
+import bft_hf.rec
+from transformers import AutoModel
+from bft_hf.recipes.rec import main
+
+expected = json.load(open(sys.argv[1]))
+model = AutoModel.from_pretrained("tester/recommender")
+assert bft_hf.is_patched(model) and bft_hf.get_config(model).initial_process_noise == 2.0
+assert [[vars(row) for row in rows] for rows in model.recommend([["tea", "cup"], ["milk"]], k=3)] == expected
+sys.exit(main(["recommend", "--model", "tester/recommender", "--history", "tea cup", "--k", "3"]))
+"""
+
+
+def run(hub: LocalHub, home: Path, script: str, *arguments: Any) -> str:
+    """Run Python in a fresh process whose Hub is `hub` and whose cache is empty, and give what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", script, *map(str, arguments)],
         env=hub.environment(home),
@@ -106,6 +140,7 @@ def run(hub: LocalHub, home: Path, script: str, *arguments: Any) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +165,21 @@ def test_what_was_pushed_comes_back_patched_in_a_fresh_process_every_tensor_equa
     assert any("/tester/patched/resolve/" in request for request in read)
     assert any("/lfs/" in request for request in read)
     assert not hub.unknown, hub.unknown
+
+
+def test_a_recommender_comes_back_from_the_hub_with_its_filter_and_the_names_of_its_items(tmp_path: Path) -> None:
+    with serve() as hub:
+        run(hub, tmp_path / "writer", RECOMMENDER, tmp_path / "expected.json")
+        shown = run(hub, tmp_path / "reader", RECOMMEND, tmp_path / "expected.json")
+        files, repository = hub.files("tester/recommender"), hub.repositories["tester/recommender"]
+    expected = json.loads((tmp_path / "expected.json").read_text())
+    assert [len(rows) for rows in expected] == [3, 3] and {"tea", "cup"}.isdisjoint(row["item"] for row in expected[0])
+    assert any(row["title"] == "A cup" for row in expected[1]) and all(row["score_std"] > 0 for row in expected[0])
+    assert f"1  {expected[0][0]['item']}  score {expected[0][0]['score']:.3f} ±" in shown
+    assert repository.private and {"items.json", "config.json", "model.safetensors"} <= set(files)
+    assert "cäke" in files["items.json"].decode() and any(".bft." in name for name in load(files["model.safetensors"]))
+    card = files["README.md"].decode()
+    assert "from_pretrained('tester/recommender')" in card and "names from `items.json`" in card and "- bft\n" in card
 
 
 def test_without_the_plugin_what_comes_from_the_hub_is_refused(pushed: tuple[LocalHub, Path]) -> None:

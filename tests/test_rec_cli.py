@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModel
 
 import bft_hf
+from bft_hf.rec.data import Split
 from bft_hf.rec.metrics import summarize
 from bft_hf.rec.training import Trainer
 from bft_hf.recipes.rec import build_model, main
 from bft_hf.recipes.rec_arguments import LEARNED, parse
+from bft_hf.recipes.records import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "recipes" / "configs"
@@ -148,6 +151,46 @@ def test_training_learns_the_ring(run: Any) -> None:
     popular = results_of(run("--model", "popularity", name="popular"))
     assert learned["test"]["ndcg@5"] > 0.5 > 0.3 > popular["test"]["ndcg@5"]
     assert popular["data"] == learned["data"] and popular["bft_config"] is None
+    followed = results_of(run("--model", "transitions", name="followed"))
+    assert followed["test"]["ndcg@5"] > 0.5 and followed["model"] == "transitions"
+
+
+@pytest.mark.parametrize("flags", [["--method", "bft"], ["--model", "transitions"]], ids=["learned", "counted"])
+def test_choosing_leaves_the_test_alone(
+    flags: list[str], run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = results_of(run(*flags, name="plain_seed=1"))
+    monkeypatch.setattr("bft_hf.rec.data.Split.targets", validation_alone(Split.targets))
+    monkeypatch.setattr("bft_hf.recipes.rec.data_summary", lambda *_: {})
+    capsys.readouterr()
+    out = run(*flags, "--test", "false", name="chosen_seed=1")
+    results = results_of(out)
+    assert "test" not in results and results["validation"] == both["validation"] and results["flags"]["test"] is False
+    assert (results["per_user"], both["per_user"]) == ("validation", "test")
+    shown = capsys.readouterr().out
+    assert "validation items Q0" in shown and "\ntest" not in shown
+    with gzip.open(out / "per_user.csv.gz", "rt") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["item"] for row in rows] == [items[-2] for items in histories().values()]
+    again = summarize(np.array([int(row["rank"]) for row in rows]))
+    assert again == pytest.approx({key: results["validation"][key] for key in again})
+    assert [int(row["history_length"]) for row in rows] == [len(items) - 2 for items in histories().values()]
+    # What bft-bench reads of it.
+    record = read_run(out)
+    assert np.mean(record.numbers["validation_ndcg@10"]) == pytest.approx(again["ndcg@10"], abs=1e-4)
+    for name, kind in {"item_quartile": "item_frequency", "history_length": "history_length"}.items():
+        counts = {label: row["n"] for label, row in results["strata"][kind].items()}
+        assert Counter(record.strata[name]) == counts and len(counts) > 1
+
+
+def validation_alone(targets: Callable[[Split, str], np.ndarray]) -> Callable[[Split, str], np.ndarray]:
+    """The held-out items of a split that has those of validation to give and no others."""
+
+    def refuse(split: Split, part: str) -> np.ndarray:
+        assert part == "validation"
+        return targets(split, part)
+
+    return refuse
 
 
 def test_early_stopping_keeps_the_best_epoch(run: Any) -> None:

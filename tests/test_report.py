@@ -298,13 +298,32 @@ def test_recommenders_are_read_by_rank(tmp_path: Path, monkeypatch: pytest.Monke
     folder.mkdir(parents=True)
     table = "user,item,rank,frequency,item_quartile,history_length\nu1,i,1,5,Q0,3\nu2,j,3,9,Q0,4\nu3,k,10.5,9,Q3,4\nu4,k,11,1,Q3,4\n"
     (folder / "per_user.csv.gz").write_bytes(gzip.compress(table.encode()))
-    (folder / "results.json").write_text(json.dumps({"command": "bft-rec --seed 1", "test": {"hr@10": 0.5}}))
+    results = {"command": "bft-rec --seed 1", "test": {"hr@10": 0.5}}
+    (folder / "results.json").write_text(json.dumps(results))
     [record] = read_all(["runs"])
     assert record.numbers == {"hr@10": [1.0, 1.0, 0.0, 0.0], "ndcg@10": [1.0, 0.5, 0.0, 0.0]}
     text = report("runs", "--by", "item_quartile", "--metric", "hr@10", "ndcg@10")
     assert "| arm | item_quartile=Q0 | item_quartile=Q3 | item_quartile=all |" in text
     assert cells(section(text, "hr@10 (higher is better)"), "sasrec")[1].startswith("1.000")
     assert cells(section(text, "ndcg@10 (higher is better)"), "sasrec")[3].startswith("0.375")
+    # The length of the history, by the strata that the results have, in their order.
+    table = table.replace("u2,j,3,9,Q0,4", "u2,j,3,9,Q0,11").replace("Q3,4\n", "Q3,10\n")
+    (folder / "per_user.csv.gz").write_bytes(gzip.compress(table.encode()))
+    results["strata"] = {"history_length": {"1-5": {}, "6-10": {}, "11-20": {}}}
+    (folder / "results.json").write_text(json.dumps(results))
+    assert read_all(["runs"])[0].strata["history_length"] == ["1-5", "11-20", "6-10", "6-10"]
+    text = report("runs", "--by", "history_length", "--metric", "hr@10")
+    names = [f"history_length={name}" for name in ("1-5", "6-10", "11-20", "all")]
+    assert f"| arm | {' | '.join(names)} |" in text
+    assert main(["pack", "runs", "packed"]) == 0 and read_all(["packed"])[0].strata == read_all(["runs"])[0].strata
+    # Ranks of validation's items are called so, and are not compared with the test's.
+    (tmp_path / "runs" / "chosen_seed=1").mkdir()
+    (tmp_path / "runs" / "chosen_seed=1" / "per_user.csv.gz").write_bytes((folder / "per_user.csv.gz").read_bytes())
+    chosen = {"command": "bft-rec --test false", "validation": {"hr@10": 0.5}, "per_user": "validation"}
+    (tmp_path / "runs" / "chosen_seed=1" / "results.json").write_text(json.dumps(chosen))
+    assert list(read_all(["runs"])[0].numbers) == ["validation_hr@10", "validation_ndcg@10"]
+    assert main(["report", "runs"]) == 2
+    assert "## validation_hr@10 (higher is better)" in report("runs", "--arms", "chosen")
 
 
 def test_questions_are_divided_by_what_they_have(runs: Path, report: Callable[..., str]) -> None:
