@@ -3,17 +3,19 @@
 Each run's folder (an adapter or a whole model, with its results.json) is loaded and evaluated again, without training; what
 is written, one folder a run, is what `bft-bench report` and `bft-bench pack` read. Finished ones are not evaluated again.
 
-    python benchmarks/second_look.py RUNS --output outputs/dev-a [--arms sft gce] [--noise 0.3]
+    python benchmarks/second_look.py RUNS --output outputs/dev-a [--only 'sft_noise=0.3_*']
 """
 
 import argparse
 import json
 import sys
 import time
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from small_models import REPOSITORY
 
 from bft_hf.recipes.evaluation import evaluate_answers
@@ -24,9 +26,7 @@ from bft_hf.recipes.results import write_json
 DATA = REPOSITORY.parent / "shared" / "data" / "squad" / "dev-v1.1-a.json.gz"
 
 
-def look(
-    run: Path, rows: list[dict[str, Any]], options: argparse.Namespace
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def look(run: Path, rows: Dataset, options: argparse.Namespace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run's results with another evaluation, and its rows."""
     results = json.loads((run / "results.json").read_text())
     flags = results["flags"]
@@ -54,16 +54,13 @@ def main() -> int:
     parser.add_argument("--dataset", type=Path, default=DATA)
     parser.add_argument("--questions", type=int, default=300)
     parser.add_argument("--f1_questions", type=int, default=100)
-    parser.add_argument("--arms", nargs="+", help="only runs whose name begins with one of these, up to _noise")
-    parser.add_argument("--noise", nargs="+", help="only these noise rates, as they stand in the runs' names")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="only runs of such a name; repeatable")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     rows = load_questions(str(options.dataset), split="all", limit=options.questions, max_context_chars=400)
     for run in sorted(path.parent for path in options.runs.glob("*/results.json")):
-        arm, _, rest = run.name.partition("_noise=")
         folder = options.output / run.name
-        wanted = not options.arms or arm in options.arms
-        wanted &= not options.noise or rest.partition("_")[0] in options.noise
+        wanted = any(fnmatchcase(run.name, pattern) for pattern in options.only or ["*"])
         if not wanted or (folder / "results.json").exists():
             continue
         results, questions = look(run, rows, options)

@@ -19,6 +19,8 @@ SEED = "seed"
 KEEP = ("all", "results")
 # Where a run goes and how it starts: no two runs agree in these, and no result depends on them.
 BOOKKEEPING = ("output_dir", "overwrite", "resume", "resume_from_checkpoint")
+# What is looked at when training is over: no other result depends on it.
+LOOKED_AT = ("token_classes",)
 _KEYS = ("command", "launch", "env", "keep", "unchecked", "base", "axes", "exclude", "stages")
 # A run's name is a folder's, and is read back where bft-bench left no record: a label holds neither _ nor =.
 _LABEL = re.compile(r"[A-Za-z0-9.+-]+")
@@ -299,12 +301,12 @@ def differences(run: Run, command: str, unchecked: Sequence[str] = ()) -> list[s
     Args:
         run: As the grid has it.
         command: As results.json has it.
-        unchecked: Flags that may differ, beside the bookkeeping ones.
+        unchecked: Flags that may differ, beside those of `BOOKKEEPING` and `LOOKED_AT`.
     """
     asked, done = {name: _words(value) for name, value in run.flags.items()}, flags_of(command)
     found = []
     for name in dict.fromkeys([*asked, *done]):
-        if name in BOOKKEEPING or name in unchecked:
+        if name in (*BOOKKEEPING, *LOOKED_AT, *unchecked):
             continue
         if name not in done:
             found.append(f"{name} {' '.join(asked[name])} in the grid, not given in the run")

@@ -11,7 +11,7 @@ from typing import Any
 from .class_tables import Classes
 from .command import OneLineParser, UsageError, without_flag
 from .comparison import ENOUGH_SEEDS, Comparison, Estimate, describe, lower_is_better
-from .grid import BOOKKEEPING, SEED, flags_of
+from .grid import BOOKKEEPING, LOOKED_AT, SEED, flags_of
 from .intervals import METHOD, SAMPLES, written
 from .records import Record, divide, read_all, write_files
 
@@ -305,8 +305,7 @@ def _estimate_table(estimates: Sequence[Estimate]) -> str:
 
 
 def _shown_flags(record: Record, axes: Sequence[str]) -> dict[str, list[str]]:
-    # What is looked at when training is over changes no other result.
-    hidden = {*BOOKKEEPING, "token_classes", *axes, SEED}
+    hidden = {*BOOKKEEPING, *LOOKED_AT, *axes, SEED}
     command = str(record.results.get("command", ""))
     return {name: words for name, words in flags_of(command).items() if name not in hidden}
 

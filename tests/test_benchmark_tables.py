@@ -227,9 +227,9 @@ def test_a_second_look_at_the_same_questions_finds_what_the_run_found(
     assert sft_main([*flags.split(), "--use_cpu", "--save_strategy", "no", "--report_to", "none"]) == 0
     module, look = load("second_look"), tmp_path / "look"
     words = [str(tmp_path / "runs"), "--dataset", str(questions), "--questions", "8", "--output", str(look)]
-    run(module, monkeypatch, *words, "--arms", "bft")
+    run(module, monkeypatch, *words, "--only", "bft_*")
     assert not look.exists()
-    run(module, monkeypatch, *words, "--arms", "sft", "--noise", "0.3")
+    run(module, monkeypatch, *words, "--only", "bft_*", "--only", "sft_noise=0.3_*")
     before, after = (json.loads((path / "results.json").read_text()) for path in (run_folder, look / run_folder.name))
     assert after["after"]["answer_nll"] == pytest.approx(before["after"]["answer_nll"], rel=2e-2)
     assert after["after"]["n"] == 8 and after["training"] == before["training"]

@@ -150,37 +150,25 @@ def test_transitions_count_pairs_within_the_training_parts_and_fall_back_on_popu
         assert scores == [wanted[last[2]], wanted[last[0]]]
 
 
-# HR@10 and NDCG@10 on the test, computed elsewhere from the same files by other code.
-POPULARITY = {
-    "beauty.txt.gz": (0.0115, 0.0055),
-    "sports.txt.gz": (0.0091, 0.0052),
-    "instruments.json.gz": (0.0507, 0.0330),
-}
-
-
-# By a sparse matrix of scipy in place of ours; docs/recommendation.md says how these differ from what others give.
-TRANSITIONS = {
-    "beauty.txt.gz": (0.0667, 0.0439),
-    "sports.txt.gz": (0.0369, 0.0234),
-    "instruments.json.gz": (0.0815, 0.0637),
+# HR@10 and NDCG@10 on the test, computed by other code from the same files: popularity elsewhere, transitions with a sparse matrix
+# of scipy. docs/recommendation.md says how the latter differ from what others give.
+KNOWN = {
+    ("popularity", "beauty.txt.gz"): (0.0115, 0.0055),
+    ("popularity", "sports.txt.gz"): (0.0091, 0.0052),
+    ("popularity", "instruments.json.gz"): (0.0507, 0.0330),
+    ("transitions", "beauty.txt.gz"): (0.0667, 0.0439),
+    ("transitions", "sports.txt.gz"): (0.0369, 0.0234),
+    ("transitions", "instruments.json.gz"): (0.0815, 0.0637),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POPULARITY)
-def test_popularity_on_public_data_is_what_others_computed(name: str, shared_data: Path) -> None:
+@pytest.mark.parametrize(("baseline", "name"), KNOWN)
+def test_baselines_on_public_data_are_what_others_computed(baseline: str, name: str, shared_data: Path) -> None:
     """Pins the split, the removal of seen items, the ranking and both metrics at once. Ties are many, and broken at random."""
     split = leave_one_out(read_interactions(shared_data / "rec" / name))
-    summary: dict[str, Any] = rank_users(split, "test", BASELINES["popularity"](split, "test")).summary()
-    assert (summary["hr@10"], summary["ndcg@10"]) == pytest.approx(POPULARITY[name], abs=2e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRANSITIONS)
-def test_transitions_on_public_data(name: str, shared_data: Path) -> None:
-    split = leave_one_out(read_interactions(shared_data / "rec" / name))
-    summary: dict[str, Any] = rank_users(split, "test", BASELINES["transitions"](split, "test")).summary()
-    assert (summary["hr@10"], summary["ndcg@10"]) == pytest.approx(TRANSITIONS[name], abs=2e-4)
+    summary: dict[str, Any] = rank_users(split, "test", BASELINES[baseline](split, "test")).summary()
+    assert (summary["hr@10"], summary["ndcg@10"]) == pytest.approx(KNOWN[baseline, name], abs=2e-4)
 
 
 def test_the_rarest_quartile_of_sports_has_the_users_the_paper_s_gain_is_about(shared_data: Path) -> None:
