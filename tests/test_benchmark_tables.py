@@ -226,12 +226,23 @@ def test_a_second_look_at_the_same_questions_finds_what_the_run_found(
     flags += f" --model_name_or_path {tmp_path / 'model'} --dataset {questions} --eval_dataset {questions} --bf16 true"
     assert sft_main([*flags.split(), "--use_cpu", "--save_strategy", "no", "--report_to", "none"]) == 0
     module, look = load("second_look"), tmp_path / "look"
-    words = [str(tmp_path / "runs"), "--dataset", str(questions), "--questions", "8", "--output", str(look)]
+    words = [
+        str(tmp_path / "runs"),
+        "--dataset",
+        str(questions),
+        "--questions",
+        "8",
+        "--f1_questions",
+        "3",
+        "--output",
+        str(look),
+    ]
     run(module, monkeypatch, *words, "--only", "bft_*")
     assert not look.exists()
     run(module, monkeypatch, *words, "--only", "bft_*", "--only", "sft_noise=0.3_*")
     before, after = (json.loads((path / "results.json").read_text()) for path in (run_folder, look / run_folder.name))
     assert after["after"]["answer_nll"] == pytest.approx(before["after"]["answer_nll"], rel=2e-2)
+    assert (before["after"]["n_generated"], after["after"]["n_generated"]) == (8, 3)
     assert after["after"]["n"] == 8 and after["training"] == before["training"]
     ids = [json.loads(line)["id"] for line in (look / run_folder.name / "predictions.jsonl").read_text().splitlines()]
     assert len(set(ids)) == 8

@@ -139,6 +139,10 @@ def test_arms_of_the_demo_differ_in_the_method_alone(
     assert arms["sft"]["noise"] == arms["bft"]["noise"] and arms["sft"]["noise"]["rate"] == 0.3
     assert arms["sft"]["training"]["learning_rate"] == arms["bft"]["training"]["learning_rate"]
     assert arms["bft"]["parameters"]["trainable"] - arms["sft"]["parameters"]["trainable"] == 2
+    both = arms["bft+forward_correction"]
+    assert both["bft_config"] == arms["bft"]["bft_config"] is not None and arms["sft"]["bft_config"] is None
+    assert both["method_settings"] == {"token_loss": "forward_correction", "noise_floor": 1e-5}
+    assert [name for name, arm in arms.items() if "before" in arm] == ["sft"]
     last = capsys.readouterr().out.rstrip().splitlines()[-1]
     assert last.startswith("One seed and 3 questions are an example")
 
