@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .command import OneLineParser, UsageError, one_line, without_flag
+from .filter_flags import OVERRIDES_HELP, check_filter_flags
 
 # The base model and not Chat-v1.0: the chat release has been through UltraChat and DPO already, so what fine-tuning
 # adds (and what noise spoils) would sit on top of somebody else's fine-tuning. This is TinyLlama's last pretraining
@@ -225,8 +226,9 @@ class SFTArguments:
         default=None, metadata={"help": "Start value of tau. Default 0.01, which goes with Q 100."}
     )
     bft_config: str | None = field(
-        default=None, metadata={"help": "A BFTConfig as a JSON file; the two flags above override it."}
+        default=None, metadata={"help": "A BFTConfig as a JSON file; the other flags override it."}
     )
+    bft_overrides: str | None = field(default=None, metadata={"help": OVERRIDES_HELP})
     calibrate: int = field(
         default=0,
         metadata={
@@ -390,8 +392,7 @@ def first_look(argv: Sequence[str]) -> FirstLook:
     values = {**_converted(config, parser, given), **seen}
     arguments = SFTArguments(**{name: values[name] for name in names if name in values})
     distractor_sources(arguments)
-    if arguments.bft_config is not None and not Path(arguments.bft_config).is_file():
-        raise UsageError(f"--bft_config {arguments.bft_config}: no such file")
+    check_filter_flags(arguments)
     return FirstLook(
         arguments=arguments,
         config=config,

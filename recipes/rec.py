@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 from .arguments import check_output_dir
 from .command import UsageError, as_usage_error, console_script
-from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_overrides, parse_recommend
+from .filter_flags import filter_config, parse_overrides
+from .rec_arguments import LEARNED, RecArguments, own_flags, parse, parse_recommend
 from .rec_outputs import PROTOCOL, data_summary, describe, outcome, report, write_per_user
 from .results import count_parameters, library_versions, write_json
 
@@ -207,31 +208,8 @@ def build_model(arguments: RecArguments, num_items: int) -> Any:
         model = model_class(config_class(num_items=num_items, **{**values, **overrides}))
     if arguments.method == "bft":
         with as_usage_error("--method bft: ", ValueError, TypeError, OSError, NotImplementedError):
-            bft_hf.patch(model, filter_config(arguments))
+            bft_hf.patch(model, filter_config(arguments, default=rec.filter_defaults()))
     return model
-
-
-def filter_config(arguments: RecArguments) -> Any:
-    """The BFTConfig that the flags ask for.
-
-    Raises:
-        UsageError: A field that there is none of; ValueError and OSError for a file or value that is refused.
-    """
-    from bft_hf import BFTConfig, rec
-
-    overrides = parse_overrides("bft_overrides", arguments.bft_overrides)
-    names = {spec.name for spec in fields(BFTConfig)}
-    for name in overrides:
-        if name not in names:
-            raise UsageError(f"--bft_overrides: BFTConfig has no field {name!r}")
-    if arguments.initial_precision is not None:
-        overrides["initial_precision_value"] = arguments.initial_precision
-    if arguments.process_noise is not None:
-        overrides["initial_process_noise"] = arguments.process_noise
-    if arguments.bft_config is None:
-        return rec.filter_defaults(**overrides)
-    text = Path(arguments.bft_config).expanduser().read_text(encoding="utf-8")
-    return BFTConfig.from_dict({**BFTConfig.from_json_string(text).to_dict(), **overrides})
 
 
 def prepare(arguments: RecArguments, split: "Split", titles: dict[str, str], accelerator: Any, say: Any) -> "Trainer":

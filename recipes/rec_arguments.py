@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from .arguments import read_config
 from .command import OneLineParser, UsageError
+from .filter_flags import OVERRIDES_HELP, check_filter_flags, first_given
 
 MODELS = ("sasrec", "bert4rec", "hstu", "popularity", "transitions")
 METHODS = ("plain", "bft")
@@ -83,7 +84,7 @@ class RecArguments:
     bft_config: str | None = _flag(
         None, "A BFTConfig as a JSON file, for what is not channel, table and exact.", "filter"
     )
-    bft_overrides: str | None = _flag(None, "Further fields of BFTConfig: gain=false,initial_precision=mlp.", "filter")
+    bft_overrides: str | None = _flag(None, OVERRIDES_HELP, "filter")
     bft_learning_rate: float = _flag(1e-2, "Learning rate of log tau and log Q.", "filter")
 
     loss: str = _flag(
@@ -155,9 +156,8 @@ class RecArguments:
 
     def _check_combinations(self) -> None:
         if self.method != "bft":
-            for name in ("process_noise", "initial_precision", "bft_config", "bft_overrides"):
-                if getattr(self, name) is not None:
-                    raise UsageError(f"--{name} is of the filter: add --method bft")
+            if (given := first_given(self)) is not None:
+                raise UsageError(f"--{given} is of the filter: add --method bft")
         elif self.model not in LEARNED:
             raise UsageError(f"--method bft: {self.model} is no transformer, choose --model {', '.join(LEARNED)}")
         if self.model != "bert4rec" and self.mask_probability is not None:
@@ -166,10 +166,9 @@ class RecArguments:
             raise UsageError("--time_bias is HSTU's: add --model hstu")
         if self.overwrite and self.resume:
             raise UsageError("--overwrite starts anew and --resume goes on: give one of them")
-        for name in ("bft_config", "item_titles"):
-            value = getattr(self, name)
-            if value is not None and not Path(value).expanduser().is_file():
-                raise UsageError(f"--{name} {value}: no such file")
+        check_filter_flags(self)
+        if self.item_titles is not None and not Path(self.item_titles).expanduser().is_file():
+            raise UsageError(f"--item_titles {self.item_titles}: no such file")
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -252,28 +251,6 @@ def parse(argv: Sequence[str]) -> RecArguments:
 def _suggestion(name: str, known: set[str]) -> str:
     close = difflib.get_close_matches(name.replace("-", "_"), sorted(known), n=1)
     return f", did you mean --{close[0]}?" if close else ""
-
-
-def parse_overrides(flag: str, text: str | None) -> dict[str, Any]:
-    """`name=value,name=value` as a dictionary; values are read as YAML reads them.
-
-    Raises:
-        UsageError: Something that is no such pair.
-    """
-    import yaml
-
-    values: dict[str, Any] = {}
-    for pair in (text or "").split(","):
-        if not pair.strip():
-            continue
-        name, equals, value = pair.partition("=")
-        if not equals:
-            raise UsageError(f"--{flag}: {pair.strip()!r} is no name=value")
-        try:
-            values[name.strip()] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise UsageError(f"--{flag}: {value!r} is not readable") from None
-    return values
 
 
 def own_flags(arguments: RecArguments) -> dict[str, Any]:

@@ -59,6 +59,7 @@ from .data import (
     training_questions,
     uses_reliability,
 )
+from .filter_flags import filter_config, first_given
 from .results import (
     RESULTS_FORMAT,
     card_text,
@@ -236,29 +237,6 @@ def load_model(look: FirstLook, training: Any, model_config: Any) -> tuple[Any, 
         )
 
 
-def bft_config(arguments: SFTArguments, default: "BFTConfig | None" = None) -> "BFTConfig":
-    """The BFTConfig that the flags ask for.
-
-    Args:
-        arguments: the flags.
-        default: What they change where they name no file; None is `BFTConfig()`.
-
-    Raises:
-        UsageError: A file that does not hold one, or values it refuses.
-    """
-    from bft_hf import BFTConfig
-
-    with as_usage_error("--bft_config: ", ValueError, TypeError, OSError):
-        config = default or BFTConfig()
-        if arguments.bft_config is not None:
-            config = BFTConfig.from_json_string(Path(arguments.bft_config).read_text(encoding="utf-8"))
-        changes: dict[str, Any] = {
-            "initial_process_noise": arguments.process_noise,
-            "initial_precision_value": arguments.initial_precision,
-        }
-        return dataclasses.replace(config, **{key: value for key, value in changes.items() if value is not None})
-
-
 @dataclass
 class Arm:
     """One method's run: patch, train, evaluate before and after, save."""
@@ -396,9 +374,8 @@ class Arm:
             if bft_hf.is_patched(model):
                 raise UsageError(f"{self.look.model} is a patched checkpoint: use --method bft")
             return None
-        asked = (self.arguments.bft_config, self.arguments.process_noise, self.arguments.initial_precision)
-        if not bft_hf.is_patched(model) or any(value is not None for value in asked):
-            config = bft_config(self.arguments)
+        if not bft_hf.is_patched(model) or first_given(self.arguments) is not None:
+            config = filter_config(self.arguments, default=bft_hf.BFTConfig())
             with as_usage_error(f"{self.look.model}: ", ValueError, TypeError, NotImplementedError):
                 bft_hf.patch(model, config)
         return bft_hf.get_config(model)

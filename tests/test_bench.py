@@ -447,8 +447,9 @@ def test_stored_runs_of_squad_noise_are_runs_of_its_grid() -> None:
 @pytest.mark.parametrize("grid", [grid for grid in SHIPPED if read_grid(grid).command == "bft-rec"])
 def test_runs_of_the_shipped_recommender_grids_are_models_the_recipe_builds(grid: str) -> None:
     from bft_hf import get_config
+    from bft_hf.recipes.filter_flags import parse_overrides
     from bft_hf.recipes.rec import build_model
-    from bft_hf.recipes.rec_arguments import parse, parse_overrides
+    from bft_hf.recipes.rec_arguments import parse
 
     seen = set()
     for run in read_grid(grid).runs():

@@ -356,13 +356,11 @@ def test_filters_start_is_chosen_by_flags(model_dir, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "config.json").write_text(BFTConfig.unit(granularity="channel").to_json_string())
     flags = ["--bft_config", str(tmp_path / "config.json"), "--process_noise", "5", "--initial_precision", "0.5"]
+    flags += ["--bft_overrides", "kriging=false"]
     assert main([str(model_dir), "--text", "abc", "--output_dir", str(out), *flags]) == 0
     config = json.loads((out / "inspect.json").read_text())["bft_config"]
-    assert (config["granularity"], config["initial_process_noise"], config["initial_precision_value"]) == (
-        "channel",
-        5.0,
-        0.5,
-    )
+    assert (config["granularity"], config["kriging"]) == ("channel", False)
+    assert (config["initial_process_noise"], config["initial_precision_value"]) == (5.0, 0.5)
 
 
 def questions(path, count=4):

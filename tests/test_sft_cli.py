@@ -1,6 +1,7 @@
 """The command bft-sft from its flags to the files it leaves, and every way in which it refuses."""
 
 import ast
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from transformers import AutoTokenizer
 import bft_hf
 from bft_hf.recipes import arguments, sft
 from bft_hf.recipes.arguments import CONFIGS, DEMO_METHODS, METHODS, first_look
+from bft_hf.recipes.filter_flags import filter_config
 from bft_hf.recipes.sft import main
 
 QUICK = ["--max_steps", "2", "--eval_examples", "3", "--max_new_tokens", "4", "--per_device_train_batch_size", "4"]
@@ -341,10 +343,19 @@ def test_command_line_wins_over_config(tmp_path: Path) -> None:
 def test_bft_start_is_chosen_by_flags_or_file(tmp_path: Path) -> None:
     file = tmp_path / "bft.json"
     file.write_text(bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False).to_json_string())
-    config = sft.bft_config(first_look(["--bft_config", str(file), "--initial_precision", "0.1"]).arguments)
+
+    def chosen(*flags: str) -> bft_hf.BFTConfig:
+        return filter_config(first_look(flags).arguments, default=bft_hf.BFTConfig())
+
+    config = chosen("--bft_config", str(file), "--initial_precision", "0.1")
     assert config == bft_hf.BFTConfig(initial_process_noise=5.0, kriging=False, initial_precision_value=0.1)
-    assert sft.bft_config(first_look(["--process_noise", "7"]).arguments).initial_process_noise == 7.0
-    assert sft.bft_config(first_look([]).arguments) == bft_hf.BFTConfig()
+    assert chosen("--process_noise", "7").initial_process_noise == 7.0
+    assert chosen() == bft_hf.BFTConfig()
+    # Fields win over the file, Q and tau over the fields; a list's commas part no fields.
+    words = ["--bft_overrides", "gain=false, kriging=true,layers=[0, 1],initial_process_noise=3"]
+    config = chosen("--bft_config", str(file), *words)
+    assert config == bft_hf.BFTConfig(initial_process_noise=3.0, gain=False, layers=(0, 1))
+    assert chosen(*words, "--process_noise", "7") == dataclasses.replace(config, initial_process_noise=7.0)
 
 
 def test_resume_goes_on_and_the_wrong_kind_is_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -415,6 +426,9 @@ REFUSED = {
     "no YAML": (["--config", "none.yaml"], "--config none.yaml: no such file"),
     "BFT JSON": (["--bft_config", "value.yaml"], "has to be a JSON object"),
     "BFT field": (["--bft_config", "field.json"], "unknown BFTConfig field 'gian'"),
+    "BFT fields": (["--bft_overrides", "gain"], "--bft_overrides: 'gain' is no name=value"),
+    "no BFT field": (["--bft_overrides", "grain=false"], "--bft_overrides: BFTConfig has no field 'grain'"),
+    "BFT value": (["--bft_overrides", "gain=maybe"], "the filter's settings: BFTConfig.gain is 'maybe'"),
     "BFT layer": (["--bft_config", "layer.json"], "this model has layers 0 to 1"),
     "full folder": (
         ["--output_dir", "full"],

@@ -29,9 +29,9 @@ from typing import Any
 
 from ..arguments import BUNDLED_DATASETS, BUNDLED_MODELS, looks_like_file
 from ..command import OneLineParser, UsageError, as_usage_error, console_script, one_line, say
+from ..filter_flags import OVERRIDES_HELP, filter_config, first_given
 
 INSPECT_FORMAT = 1
-FILTER_FLAGS = ("bft_config", "process_noise", "initial_precision")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,7 +93,8 @@ def add_filter(result: argparse.ArgumentParser) -> None:
     """The flags that say how a plain model is patched: those of `bft-sft`, but at the unit start, where a filter shows untrained."""
     start = result.add_argument_group("how a plain model is patched")
     add = start.add_argument
-    add("--bft_config", metavar="FILE", help="A BFTConfig as a JSON file; the two flags below override it.")
+    add("--bft_config", metavar="FILE", help="A BFTConfig as a JSON file; the other flags override it.")
+    add("--bft_overrides", metavar="NAME=VALUE,...", help=OVERRIDES_HELP)
     add("--process_noise", type=float, metavar="Q", help="Process noise of every layer. Default 1.")
     add("--initial_precision", type=float, metavar="TAU", help="Precision that tokens begin with. Default 1.")
 
@@ -190,15 +191,14 @@ def patch(model: Any, options: argparse.Namespace) -> bool:
     """
     import bft_hf
 
-    from ..sft import bft_config
     from .texts import question_arguments
 
-    asked = [flag for flag in FILTER_FLAGS if getattr(options, flag) is not None]
+    asked = first_given(options)
     if bft_hf.is_patched(model):
-        if asked:
-            raise UsageError(f"--{asked[0]}: {options.model} is patched already, by its own settings: leave it out")
+        if asked is not None:
+            raise UsageError(f"--{asked}: {options.model} is patched already, by its own settings: leave it out")
         return False
-    config = bft_config(question_arguments(options), default=bft_hf.BFTConfig.unit())
+    config = filter_config(question_arguments(options), default=bft_hf.BFTConfig.unit())
     with as_usage_error(f"{options.model}: ", ValueError, TypeError, NotImplementedError):
         bft_hf.patch(model, config)
     say(

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..command import OneLineParser, UsageError, as_usage_error, say
+from ..filter_flags import first_given
 from .cli import add_filter, add_model, check_dataset, check_model, check_output_dir, load, most_tokens, patch, write
 from .texts import question_arguments, read_file
 
@@ -170,7 +171,7 @@ def _patch(model: Any, options: argparse.Namespace) -> bool:
     try:
         return patch(model, options)
     except UsageError as error:
-        if any(getattr(options, flag) is not None for flag in ("bft_config", "process_noise", "initial_precision")):
+        if first_given(options) is not None:
             raise
         say(f"Measured as it is, not patched: {error}")
         return False

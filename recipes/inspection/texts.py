@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..arguments import SFTArguments, distractor_sources
 from ..command import UsageError, as_usage_error, say
+from ..filter_flags import FILTER_FLAGS, check_filter_flags
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,11 +82,10 @@ def question_arguments(options: argparse.Namespace) -> SFTArguments:
         UsageError: As `bft-sft`.
     """
     names = ["distractors", "distractor_source", "gold_position", "max_context_chars"]
-    names += ["bft_config", "process_noise", "initial_precision"]
+    names += FILTER_FLAGS
     arguments = SFTArguments(**{name: getattr(options, name) for name in names if hasattr(options, name)})
     distractor_sources(arguments)
-    if arguments.bft_config is not None and not Path(arguments.bft_config).expanduser().is_file():
-        raise UsageError(f"--bft_config {arguments.bft_config}: no such file")
+    check_filter_flags(arguments)
     return arguments
 
 
