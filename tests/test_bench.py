@@ -17,6 +17,7 @@ from conftest import REPOSITORY
 from bft_hf.recipes import runner
 from bft_hf.recipes.bench import main
 from bft_hf.recipes.command import UsageError
+from bft_hf.recipes.filter_flags import parse_overrides
 from bft_hf.recipes.grid import GRIDS, differences, flags_of, parse_name, read_grid, to_argv
 from bft_hf.recipes.records import read_whole
 from bft_hf.recipes.runs import last_checkpoint, last_lines, read_record
@@ -423,31 +424,33 @@ def test_flags_of_the_shipped_grids_are_the_recipes(grid: str) -> None:
         assert shlex.split(shlex.join(map(str, run.axes.values())))
 
 
-def test_stored_runs_of_squad_noise_are_runs_of_its_grid() -> None:
-    folder = REPOSITORY / "docs" / "results" / "squad_noise"
-    if not folder.is_dir():
+@pytest.mark.parametrize("name", ["squad_noise", "squad_ablations"])
+def test_stored_runs_are_runs_of_their_grid(name: str) -> None:
+    folder = REPOSITORY / "docs" / "results" / name
+    if not (REPOSITORY / "docs").is_dir():
         pytest.skip("no docs/ beside tests/, as in the sdist")
     stored = {record.name: record for record in read_whole([folder])}
     [dataset] = {flags_of(record.results["command"])["dataset"][0] for record in stored.values()}
-    grid = read_grid("squad_noise.yaml", [f"dataset={dataset}"])
+    grid = read_grid(f"{name}.yaml", [f"dataset={dataset}"])
     runs = {run.name: run for run in grid.runs() if run.name in stored}
     assert runs.keys() == stored.keys()
     # A start that is given by its numbers, or as it was the default then, is the start that was computed.
     written_otherwise = ("process_noise", "initial_precision")
-    for name, run in runs.items():
-        results = stored[name].results
-        assert run.axes == stored[name].axes
+    for label, run in runs.items():
+        results = stored[label].results
+        assert run.axes == stored[label].axes
         assert differences(run, results["command"], [*grid.unchecked, *written_otherwise]) == []
         assert (results["bft_config"] is not None) == run.flags["method"].startswith("bft")
         if results["bft_config"]:
             start = [results["bft_config"][key] for key in ("initial_process_noise", "initial_precision_value")]
             assert start == [run.flags.get("process_noise", 100), run.flags.get("initial_precision", 0.01)]
+            overrides = parse_overrides("bft_overrides", run.flags.get("bft_overrides"))
+            assert overrides.items() <= results["bft_config"].items()
 
 
 @pytest.mark.parametrize("grid", [grid for grid in SHIPPED if read_grid(grid).command == "bft-rec"])
 def test_runs_of_the_shipped_recommender_grids_are_models_the_recipe_builds(grid: str) -> None:
     from bft_hf import get_config
-    from bft_hf.recipes.filter_flags import parse_overrides
     from bft_hf.recipes.rec import build_model
     from bft_hf.recipes.rec_arguments import parse
 
