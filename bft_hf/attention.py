@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -188,7 +188,7 @@ class KrigingCall:
         query = self.widen_query(query, scaling)
         attend = functools.partial(function, module, query, key, value, attention_mask, scaling=scaling, **kwargs)
         flash_positions = self.position_ids if "flash" in (module.config.bft_implementation or "") else None
-        visibility = Visibility(attention_mask, query, key, flash_positions)
+        visibility = Visibility(attention_mask, query, key, flash_positions, _is_causal(module, kwargs))
         return self._deliver(attend, dropout, query, key, visibility, scaling, head_dim)
 
     def _deliver(
@@ -287,10 +287,16 @@ class SoftcappedCall(KrigingCall):
         unbiased = nn.functional.pad(query, (0, width - head_dim))
         options = {**kwargs, "scaling": scaling, "softcap": softcap}
         attend = functools.partial(function, module, unbiased, key, value, mask, **options)
-        visibility = Visibility(attention_mask, query, key)
+        visibility = Visibility(attention_mask, query, key, causal=_is_causal(module, kwargs))
         return self._deliver(
             attend, dropout, self.widen_query(query, scaling), key, visibility, scaling, head_dim, softcap
         )
+
+
+def _is_causal(module: nn.Module, options: Mapping[str, Any]) -> bool:
+    """Whether a call without a mask is causal, as transformers' attention functions decide it."""
+    asked = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if asked is None else asked)
 
 
 def widened(config: BFTConfig, head_dim: int) -> int:

@@ -9,6 +9,7 @@ float32 (float64 where the model is); nothing here knows transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -349,8 +350,9 @@ def value_and_slope(activation: Callable[[Tensor], Tensor], x: Tensor) -> tuple[
     if form is not None:
         x = x.detach()
         return form.value(x), form.times_slope(torch.ones_like(x), x)
-    with torch.enable_grad():
-        point = x if tracked else x.detach().requires_grad_()
+    # A tensor of inference mode can have no gradient: a copy of it can.
+    with torch.inference_mode(False) if x.is_inference() else nullcontext(), torch.enable_grad():
+        point = x if tracked else (x.clone() if x.is_inference() else x.detach()).requires_grad_()
         value = activation(point)
         (slope,) = torch.autograd.grad(value.sum(), point, create_graph=tracked)
     return (value, slope) if tracked else (value.detach(), slope)

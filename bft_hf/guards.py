@@ -16,6 +16,7 @@ import wrapt
 from .adapters import check_base, keep_configuration, replace_card
 from .hub import check_resume
 from .patching import get_config
+from .weights import forget_derived
 
 
 def check_training_checkpoint(
@@ -30,16 +31,36 @@ def check_training_checkpoint(
     return wrapped(*args, **kwargs)
 
 
+def check_prompt(wrapped: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around PeftModel.get_prompt, which makes the keys and values of prefix tuning: they have no precision."""
+    if model.active_peft_config.peft_type == "PREFIX_TUNING" and get_config(model) is not None:
+        raise NotImplementedError(
+            "prefix tuning puts keys without a precision into the cache of a patched model: use LoRA or prompt tuning, or call "
+            "bft_hf.unpatch(model) first"
+        )
+    return wrapped(*args, **kwargs)
+
+
+def renew_derived(wrapped: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Around PEFT's hotswap: it writes into the weights' storage, which leaves no mark that anything derived could see."""
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        forget_derived()
+
+
 GUARDS: dict[str, dict[str, Callable[..., Any]]] = {
     "peft.peft_model": {
+        "PeftModel.get_prompt": check_prompt,
         "PeftModel.save_pretrained": keep_configuration,
         "PeftModel.load_adapter": check_base,
         "PeftModel._upload_modified_files": replace_card,
     },
+    "peft.utils.hotswap": {"hotswap_adapter_from_state_dict": renew_derived},
     "transformers.integrations.peft": {"PeftAdapterMixin.load_adapter": check_base},
     "transformers.trainer": {"Trainer._load_from_checkpoint": check_training_checkpoint},
 }
-"""What stands around which method, by the module that defines its class."""
+"""What stands around which method or function, by the module that defines it."""
 
 
 def _put_up(guards: dict[str, Callable[..., Any]], module: Any) -> None:

@@ -91,7 +91,7 @@ class SavePretrained(Override):
 
     name = "save_pretrained"
 
-    def __call__(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+    def __call__(self, save_directory: Any, is_main_process: bool = True, *args: Any, **kwargs: Any) -> None:
         states = (module for module in self.model.modules() if isinstance(module, BFTState))
         config = next(states).config
         adapter_alone = getattr(self.model, "_hf_peft_config_loaded", False)  # of model.add_adapter
@@ -101,7 +101,7 @@ class SavePretrained(Override):
                 "bft_hf.unpatch(model) first"
             )
         with marked(self.model.config, config):
-            self.original(save_directory, is_main_process, **kwargs)
+            self.original(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and os.path.isdir(save_directory):
             if adapter_alone:
                 Path(save_directory, ADAPTER_FILE).write_text(config.to_json_string(), encoding="utf-8")
@@ -157,8 +157,9 @@ class StaticCacheShape(Override):
         layers = find_base_model(self.model)[0].layers
         head_dims = [head_dim] * len(layers) if isinstance(head_dim, int) else list(head_dim)
         for index, layer in enumerate(layers):
-            if isinstance(getattr(layer, "bft", None), BFTState):
-                head_dims[index] = widened(layer.bft.config, head_dims[index])
+            state = layer._modules.get("bft")  # PEFT's wrapper around it included
+            if state is not None:
+                head_dims[index] = widened(state.config, head_dims[index])
         return num_heads, head_dims
 
 

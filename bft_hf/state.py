@@ -40,6 +40,9 @@ class BFTState(nn.Module):
         device: where the parameters live.
     """
 
+    weight = None
+    """PEFT's `merge_and_unload`, except LoRA's, takes the `weight` of whatever it has saved."""
+
     def __init__(
         self,
         config: BFTConfig,

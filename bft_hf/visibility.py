@@ -16,15 +16,24 @@ class Visibility:
 
     Args:
         attention_mask: (batch or 1, 1, token, key), boolean or additive; a BlockMask of flex attention; (batch, key), as flash
-            attention takes it; or None for the causal case.
+            attention takes it; or None.
         query: (batch, head, token, width).
         key: (batch, kv_head, key, width).
         flash_positions: position_ids where the attention is a flash kernel: it aligns causality to the last key, and with no
             mask it takes documents apart where positions start anew. None for others.
+        causal: Whether no mask, or a flash kernel's, means the causal case; otherwise every query sees every key.
     """
 
-    def __init__(self, attention_mask: Any, query: Tensor, key: Tensor, flash_positions: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        attention_mask: Any,
+        query: Tensor,
+        key: Tensor,
+        flash_positions: Tensor | None = None,
+        causal: bool = True,
+    ) -> None:
         self.attention_mask = attention_mask
+        self.causal = causal
         self.tokens, self.keys, self.device = query.shape[2], key.shape[2], query.device
         self.flash = flash_positions is not None
         self.documents: Tensor | None = None
@@ -35,11 +44,16 @@ class Visibility:
         return (
             isinstance(other, Visibility)
             and self.attention_mask is other.attention_mask
-            and (self.tokens, self.keys, self.flash, self.device)
-            == (other.tokens, other.keys, other.flash, other.device)
+            and (self.tokens, self.keys, self.flash, self.causal, self.device)
+            == (other.tokens, other.keys, other.flash, other.causal, other.device)
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it is known without a tensor that every query sees every key."""
+        return self.attention_mask is None and (self.tokens == 1 or (not self.causal and self.documents is None))
 
     def row_blocks(self) -> list[slice]:
         """Blocks of query rows."""
@@ -52,12 +66,13 @@ class Visibility:
             return mask_to_bool(mask[:, 0, rows], self.keys)
         if mask is not None and not isinstance(mask, Tensor):
             return _block_mask_rows(mask, rows, self.keys, self.device)
-        if self.tokens == 1 and mask is None:
+        if self.sees_all:
             return None
         # A static cache's room lies behind the tokens, and only flash kernels take a longer past without a mask.
         offset = self.keys - self.tokens if self.flash else 0
         key = torch.arange(self.keys, device=self.device)
-        seen = (key <= torch.arange(rows.start, rows.stop, device=self.device)[:, None] + offset)[None]
+        last = torch.arange(rows.start, rows.stop, device=self.device) + offset
+        seen = (key <= (last if self.causal else torch.full_like(last, self.keys))[:, None])[None]
         if mask is not None:
             seen = seen & mask[:, None, : self.keys].bool()
         if self.documents is not None:
@@ -66,7 +81,7 @@ class Visibility:
 
     def keys_before(self, rows: slice) -> int:
         """How many keys, from the first, these rows see at most; all where that would have to be read from a mask."""
-        if self.attention_mask is not None or self.tokens == 1:
+        if self.attention_mask is not None or self.tokens == 1 or not self.causal:
             return self.keys
         return min(self.keys, rows.stop + (self.keys - self.tokens if self.flash else 0))
 
@@ -79,7 +94,7 @@ class Visibility:
         if isinstance(mask, Tensor) and mask.ndim == 4:
             visible = mask_to_bool(mask, self.keys)
             return (visible if reliable is None else visible & reliable[:, None, None]).sum(-1)[:, 0]
-        if mask is None and self.tokens == 1:
+        if self.sees_all:
             return self.keys if reliable is None else reliable.sum(-1, keepdim=True)
         if mask is None and not self.flash:
             # No mask means plain causal attention over keys that begin with these tokens (also in a static cache).

@@ -141,8 +141,11 @@ class DerivedFromWeights:
                 return compute()
         if self._states is None or not all(map(WeightState.holds, self._states, modules)):
             with torch.no_grad():
-                self._value = compute()
-            self._states = [WeightState(module) for module in modules]
+                value = compute()
+            states = [WeightState(module) for module in modules]
+            if not all(state.tensors for state in states):
+                return value  # nn.DataParallel's copies share this holder and show none of their parameters
+            self._value, self._states = value, states
             _kept.add(self)
         return self._value
 

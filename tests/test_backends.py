@@ -272,6 +272,25 @@ def test_masks_of_ones_none_and_four_dimensions_agree(tiny_llama: Callable[..., 
                 assert_same(run(on(backend, model), {"input_ids": IDS, "attention_mask": mask}), expected, everything)
 
 
+@pytest.mark.parametrize("sample_size", ["probe", "exact"])
+def test_without_causality_every_query_sees_every_key(sample_size: str, tiny_llama: Callable[..., Any]) -> None:
+    """transformers' is_causal=False, by the call or by the configuration: no mask means that nothing is hidden."""
+    model = moved(bft_hf.patch(tiny_llama(), BFTConfig.unit(effective_sample_size=sample_size)))
+    everything = torch.ones(2, 1, IDS.shape[1], IDS.shape[1], dtype=torch.bool)
+    real = torch.ones_like(IDS).bool()
+    reliability = torch.ones(IDS.shape)
+    reliability[:, 2:5] = 0
+    for options in ({}, {"token_reliability": reliability}):
+        expected = run(model, {"input_ids": IDS, "attention_mask": everything, **options})
+        asked = run(model, {"input_ids": IDS, "is_causal": False, **options})
+        assert_same(asked, expected, real)
+    model.config.is_causal = False
+    padded = torch.ones_like(IDS)
+    padded[0, :3] = 0
+    expected = run(model, {"input_ids": IDS, "attention_mask": everything & padded[:, None, None].bool()})
+    assert_same(run(model, {"input_ids": IDS, "attention_mask": padded}), expected, padded.bool())
+
+
 def test_flash_kernels_that_are_absent_are_refused_and_the_backend_stays(tiny_llama: Callable[..., Any]) -> None:
     model = bft_hf.patch(tiny_llama(), BFTConfig.unit())
     with torch.no_grad():

@@ -651,6 +651,8 @@ def test_value_and_slope_gives_both_with_and_without_recording(activation: Calla
     torch.testing.assert_close(value, activation(x))
     torch.testing.assert_close(slope, expected)
     assert not slope.requires_grad
+    with torch.inference_mode():
+        torch.testing.assert_close(bft.value_and_slope(activation, x * 1), (value, slope))
     tracked = bft.value_and_slope(activation, x.clone().requires_grad_())
     torch.testing.assert_close(tracked[1], expected)
     assert all(part.requires_grad for part in tracked)

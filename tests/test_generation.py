@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import lora_config
+from peft import get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, StaticCache
 
 import bft_hf
@@ -202,6 +204,14 @@ def test_assisted_decoding_changes_no_token(tiny_llama: Callable[..., Any]) -> N
     expected = greedy_by_full_passes(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, 16)
     for helper in (assistant, bft_hf.patch(assistant, BFTConfig.unit())):
         assert torch.equal(model.generate(ids, generation_config=settings(), assistant_model=helper), expected)
+
+
+def test_chunked_prefill_of_an_adapted_models_static_cache(tiny_llama: Callable[..., Any]) -> None:
+    """PEFT wraps the filter's parameters that it trains: the cache is allocated before a key is seen."""
+    model = get_peft_model(moved(bft_hf.patch(tiny_llama(), BFTConfig.unit(layers=(0, 2)))), lora_config()).eval()
+    options = {"cache_implementation": "static", "prefill_chunk_size": 4, "disable_compile": True}
+    expected = model.generate(**tiny_batch(), generation_config=settings(use_cache=False))
+    assert torch.equal(model.generate(**tiny_batch(), generation_config=settings(**options)), expected)
 
 
 def test_sampling_with_a_cache_equals_sampling_without(tiny_llama: Callable[..., Any]) -> None:

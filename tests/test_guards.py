@@ -1,12 +1,14 @@
 """The checks around PEFT and Trainer stand whichever of the libraries is imported first, and though nothing is ever patched."""
 
+import functools
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft.peft_model  # noqa: F401
+import peft.peft_model
+import peft.utils.hotswap  # noqa: F401
 import pytest
 import transformers.integrations.peft
 import transformers.trainer  # noqa: F401
@@ -62,7 +64,7 @@ def test_checks_are_up_in_every_order_of_imports_and_without_a_patch(
 def test_each_method_is_guarded_once() -> None:
     for module, guards in GUARDS.items():
         for path in guards:
-            name, method = path.split(".")
-            guarded = vars(getattr(sys.modules[module], name))[method]
+            *owner, name = path.split(".")
+            guarded = vars(functools.reduce(getattr, owner, sys.modules[module]))[name]
             assert isinstance(guarded, wrapt.FunctionWrapper), path
             assert not isinstance(guarded.__wrapped__, wrapt.FunctionWrapper), path

@@ -211,6 +211,14 @@ def test_bfloat16_model_saves_and_loads_exactly(tiny_llama: Callable[..., Any], 
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), model)
 
 
+def test_save_takes_what_transformers_takes_by_position(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    model = bft_hf.patch(tiny_llama(), CONFIG)
+    state = {name: value * 2 if "embed" in name else value for name, value in model.state_dict().items()}
+    expected = state["model.embed_tokens.weight"]
+    model.save_pretrained(tmp_path, True, state)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).model.embed_tokens.weight, expected)
+
+
 def test_sharded_save(tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
     model = trained(bft_hf.patch(tiny_llama(), CONFIG))
     model.save_pretrained(tmp_path, max_shard_size="20KB")

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import lora_config
-from peft import AutoPeftModelForCausalLM, PeftModel, get_peft_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    IA3Config,
+    LoHaConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -114,6 +123,40 @@ def test_merged_model_keeps_the_patch_and_the_logits(safe: bool, adapted: Any, t
     assert sorted(p.item() for p in bft_hf.bft_parameters(merged).values()) == trained
     merged.save_pretrained(tmp_path)
     assert torch.equal(answer(AutoModelForCausalLM.from_pretrained(tmp_path)), answer(merged))
+
+
+OTHER_ADAPTERS = {
+    "IA3": lambda: IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **SAVED),
+    "LoHa": lambda: LoHaConfig(r=2, target_modules=["gate_proj"], init_weights=False, **SAVED),
+    "VeRA": lambda: VeraConfig(r=2, target_modules=["gate_proj"], **SAVED),
+}
+SAVED: dict[str, Any] = {"modules_to_save": ["bft"], "task_type": "CAUSAL_LM"}
+
+
+@pytest.mark.parametrize("kind", OTHER_ADAPTERS)
+def test_other_adapters_merge_too(kind: str, tiny_llama: Callable[..., Any]) -> None:
+    base = bft_hf.patch(tiny_llama(), BFTConfig.unit())
+    keys = list(base.state_dict())
+    model = train(get_peft_model(base, OTHER_ADAPTERS[kind]()))
+    expected, trained = answer(model), sorted(p.item() for p in bft_hf.bft_parameters(model).values())
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(answer(merged), expected, rtol=1e-4, atol=1e-4)
+    assert list(merged.state_dict()) == keys
+    assert sorted(p.item() for p in bft_hf.bft_parameters(merged).values()) == trained
+
+
+def test_prefix_tuning_is_refused_and_prompt_tuning_is_not(tiny_llama: Callable[..., Any]) -> None:
+    """A prefix is keys without a precision; a prompt is tokens as others are."""
+    for config in (PrefixTuningConfig, PromptTuningConfig):
+        options = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
+        plain = get_peft_model(tiny_llama(), config(**options)).eval()
+        patched = get_peft_model(bft_hf.patch(tiny_llama(), BFTConfig.unit()), config(**options)).eval()
+        assert plain(input_ids=IDS).logits.isfinite().all()
+        if config is PromptTuningConfig:
+            assert patched(input_ids=IDS).logits.isfinite().all()
+        else:
+            with pytest.raises(NotImplementedError, match="use LoRA or prompt tuning"):
+                patched(input_ids=IDS)
 
 
 def test_unload_gives_back_the_patched_base_as_it_was(tiny_llama: Callable[..., Any]) -> None:

@@ -2,17 +2,19 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.utils.hotswap import hotswap_adapter
 from torch import nn
 
 import bft_hf
 from bft_hf import BFTConfig
-from bft_hf.weights import effective_weight
+from bft_hf.weights import DerivedFromWeights, effective_weight
 
 IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(51))
 
@@ -298,6 +300,33 @@ def test_adapters_switched_merged_and_rescaled_renew_them(model: Any) -> None:
     assert_fresh(adapted, second)
     unloaded = adapted.merge_and_unload()
     assert_fresh(unloaded, off)
+
+
+def test_an_adapter_swapped_in_place_renews_them(model: Any, tiny_llama: Callable[..., Any], tmp_path: Path) -> None:
+    config = bft_hf.get_config(model)
+    other = lora(bft_hf.patch(tiny_llama(), config))
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(2)
+    other.save_pretrained(tmp_path)
+    adapted = lora(model)
+    stale = jacobians(adapted)
+    hotswap_adapter(adapted, str(tmp_path), "default")
+    for ours, expected in zip(assert_fresh(adapted, stale), jacobians(other), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_copies_of_data_parallel_do_not_share_what_they_derive() -> None:
+    """nn.DataParallel's copies carry their weights as attributes, and one holder among them."""
+    linear, holder = torch.nn.Linear(3, 3), DerivedFromWeights()
+    own = holder.get([linear], lambda: linear.weight.clone())
+    for factor in (2, 3):
+        replica = linear._replicate_for_data_parallel()
+        replica.weight = linear.weight.detach() * factor
+        derived = holder.get([replica], lambda replica=replica: replica.weight.clone())
+        torch.testing.assert_close(derived, own * factor)
+    assert holder.get([linear], lambda: pytest.fail("computed again")) is own
 
 
 def test_training_an_adapter_renews_them(tiny_llama: Callable[..., Any]) -> None:
