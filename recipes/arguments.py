@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .command import OneLineParser, UsageError, one_line, without_flag
+from .command import OneLineParser, UsageError, one_line, read_yaml, without_flag
 from .filter_flags import OVERRIDES_HELP, check_filter_flags
 
 # The base model and not Chat-v1.0: the chat release has been through UltraChat and DPO already, so what fine-tuning
@@ -327,8 +327,8 @@ def light_parser() -> argparse.ArgumentParser:
     for name, text in _PEEKED.items():
         options = {"metavar": "VALUE", "help": text}
         if name == "push_to_hub":
-            options |= {"nargs": "?", "const": "true"}
-        _add(run, name, type=int if name == "seed" else str, **options)
+            options |= {"nargs": "?", "const": True}
+        _add(run, name, type={"seed": _seed, "push_to_hub": _boolean}.get(name, str), **options)
     run.add_argument("-h", "--help", action="store_true", help="Show this.")
     run.add_argument("--help-all", action="store_true", help="Show every flag, TRL's included (slower).")
     return parser
@@ -349,6 +349,17 @@ def _boolean(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"expected true or false, got {text}")
 
 
+def _seed(text: str) -> int:
+    if not text.strip().isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to {2**32 - 1}, got {text}")
+    return int(text)
+
+
+def is_resumed(given: str | None) -> bool:
+    """Whether a value of --resume_from_checkpoint asks for a checkpoint; transformers takes "false" for no."""
+    return given is not None and str(given).lower() not in ("false", "no", "0")
+
+
 @dataclass
 class FirstLook:
     """What is known of a command before TRL is imported.
@@ -359,7 +370,7 @@ class FirstLook:
         argv: The command line without --config.
         model: Name or path of the model.
         output_dir: As given, or None.
-        resume: As given, or None.
+        resume: As given, or None where it is none or "false".
         push_to_hub: Whether the result is to be uploaded.
         seed: Of everything that is drawn.
     """
@@ -393,14 +404,15 @@ def first_look(argv: Sequence[str]) -> FirstLook:
     arguments = SFTArguments(**{name: values[name] for name in names if name in values})
     distractor_sources(arguments)
     check_filter_flags(arguments)
+    resume = values.get("resume_from_checkpoint")
     return FirstLook(
         arguments=arguments,
         config=config,
         argv=without_flag(argv, "--config"),
         model=os.path.expanduser(values.get("model_name_or_path") or DEFAULT_MODEL),
         output_dir=values.get("output_dir"),
-        resume=values.get("resume_from_checkpoint"),
-        push_to_hub=_boolean(str(values.get("push_to_hub", False))),
+        resume=resume if is_resumed(resume) else None,
+        push_to_hub=bool(values.get("push_to_hub", False)),
         seed=values.get("seed", 42),
     )
 
@@ -467,7 +479,7 @@ def read_config(path: str) -> dict[str, Any]:
         shipped = ", ".join(sorted(file.name for file in CONFIGS.glob("*.yaml")))
         raise UsageError(f"--config {path}: no such file (the package has {shipped})")
     try:
-        config = yaml.safe_load(found.read_text(encoding="utf-8"))
+        config = read_yaml(found.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -508,6 +520,11 @@ def parse(look: FirstLook, argv: Sequence[str] = ()) -> tuple[SFTArguments, Any,
         flag = rest[0].split("=")[0]
         raise UsageError(f"unknown flag {flag}{_suggestion(flag.lstrip('-'), parser)} (--help-all lists every flag)")
     arguments, training, model = parsed
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(training, name) < 1:
+            raise UsageError(f"--{name} must be a positive integer, got {getattr(training, name)}")
+    if not training.learning_rate >= 0:
+        raise UsageError(f"--learning_rate must be 0 or more, got {training.learning_rate}")
     return arguments, training, model
 
 

@@ -40,6 +40,17 @@ class ReliabilityCollator(DataCollatorForLanguageModeling):
         return {**batch, "token_reliability": reliability}
 
 
+def reliability_collator(pad_token_id: int | None, args: Any = None) -> ReliabilityCollator:
+    """The collator, padding as an SFTConfig says.
+
+    Args:
+        pad_token_id: Padding is masked, so with None it is token 0.
+        args: The SFTConfig; None is its defaults.
+    """
+    options = {name: getattr(args, name) for name in ("padding_free", "pad_to_multiple_of") if hasattr(args, name)}
+    return ReliabilityCollator(pad_token_id=pad_token_id or 0, **options)
+
+
 def by_token(row: Mapping[str, Any]) -> list[float]:
     """The reliability of each of a tokenized row's `input_ids`; see `ReliabilityCollator`.
 

@@ -3,11 +3,12 @@
 import argparse
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 
 class UsageError(ValueError):
@@ -49,6 +50,22 @@ def without_flag(argv: Sequence[str], flag: str) -> list[str]:
         elif not word.startswith(f"{flag}="):
             rest.append(word)
     return rest
+
+
+def read_yaml(text: str) -> Any:
+    """A YAML document, with the numbers of YAML 1.2: PyYAML's 1.1 takes 1e-4, without a point, for a text.
+
+    Raises:
+        yaml.YAMLError: It is none.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(text, Loader)
 
 
 def is_main_process() -> bool:

@@ -109,11 +109,16 @@ class Comparison:
         """The questions of a condition, which all of its runs were measured on.
 
         Raises:
-            UsageError: They were not.
+            UsageError: They were not, or a number is not finite.
         """
         first: tuple[Record, set[str]] | None = None
         for (_, place), cell in self.cells.items():
             for record in cell.values() if place == condition else ():
+                if not all(value is None or math.isfinite(value) for value in record.numbers[metric]):
+                    raise UsageError(
+                        f"{record.name}: {metric} is not finite for some questions, as where training diverged: leave this run "
+                        "out, or choose another --metric"
+                    )
                 ids = {i for i, value in zip(record.ids, record.numbers[metric], strict=True) if value is not None}
                 if first is None:
                     first = record, ids

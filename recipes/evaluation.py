@@ -68,6 +68,44 @@ def f1(prediction: str, references: Sequence[str]) -> float:
     return max(_overlap(prediction, reference) for reference in references)
 
 
+def prepare_questions(
+    tokenizer: "PreTrainedTokenizerBase",
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    max_new_tokens: int,
+    max_length: int | None,
+    reliability: bool = False,
+) -> tuple[list[list[int]], list[list[int]], list[dict[str, Any]], list[list[float]] | None]:
+    """What `evaluate_answers` asks, from the same arguments.
+
+    Returns:
+        By row: the prompt's token ids, the reference's, what is noted of the row, and the reliability of the prompt's tokens
+        (None where it is not asked for).
+
+    Raises:
+        ValueError: No rows, (as DataError) a question that does not fit without any passage, or reliability that does not fit.
+    """
+    from bft_hf.recipes.questions import answer_tokens, row_prompt, row_reliability
+
+    if not rows:
+        raise ValueError("there is no question to evaluate on")
+    answers = [answer_tokens(tokenizer, row["answers"][0]) for row in rows]
+    prompts: list[list[int]] = []
+    notes: list[dict[str, Any]] = []
+    trust: list[list[float]] | None = [] if reliability else None
+    for row, answer in zip(rows, answers, strict=True):
+        room = None if max_length is None else max_length - max(max_new_tokens, len(answer))
+        prompt, numbers = row_prompt(tokenizer, row, room)
+        prompts.append(prompt.input_ids)
+        notes.append({"truncated": prompt.cut})
+        if row.get("passages") is not None:
+            gold = sum(bool(passage["gold"]) for passage in row["passages"])
+            notes[-1] |= {"gold_truncated": prompt.gold_cut, "distractors_given": len(prompt.kept) - gold}
+        if trust is not None:
+            trust.append(row_reliability(tokenizer, row, prompt, numbers))
+    return prompts, answers, notes, trust
+
+
 def evaluate_answers(
     model: "PreTrainedModel",
     tokenizer: "PreTrainedTokenizerBase",
@@ -100,31 +138,18 @@ def evaluate_answers(
         desc: In front of it.
 
     Raises:
-        ValueError: No rows, or (as DataError) a question that does not fit without any passage.
+        ValueError: As `prepare_questions`.
     """
     import torch
     from tqdm.auto import tqdm
 
-    from bft_hf.recipes.questions import answer_tokens, end_of_turn, row_prompt, row_reliability
+    from bft_hf.recipes.questions import end_of_turn
 
     rows = list(rows)
-    if not rows:
-        raise ValueError("there is no question to evaluate on")
     max_length = max_length or getattr(model.config, "max_position_embeddings", None)
-    answers = [answer_tokens(tokenizer, row["answers"][0]) for row in rows]
-    prompts: list[list[int]] = []
-    notes: list[dict[str, Any]] = []
-    trust: list[list[float]] | None = [] if reliability else None
-    for row, answer in zip(rows, answers, strict=True):
-        room = None if max_length is None else max_length - max(max_new_tokens, len(answer))
-        prompt, numbers = row_prompt(tokenizer, row, room)
-        prompts.append(prompt.input_ids)
-        notes.append({"truncated": prompt.cut})
-        if row.get("passages") is not None:
-            gold = sum(bool(passage["gold"]) for passage in row["passages"])
-            notes[-1] |= {"gold_truncated": prompt.gold_cut, "distractors_given": len(prompt.kept) - gold}
-        if trust is not None:
-            trust.append(row_reliability(tokenizer, row, prompt, numbers))
+    prompts, answers, notes, trust = prepare_questions(
+        tokenizer, rows, max_new_tokens=max_new_tokens, max_length=max_length, reliability=reliability
+    )
     # Longest first: a batch that does not fit into memory fails at once, not at the end.
     order = sorted(range(len(rows)), key=lambda place: -len(prompts[place]))
     answered = [place for place in order if generate_first is None or place < generate_first]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .command import UsageError, as_usage_error
+from .command import UsageError, as_usage_error, read_yaml
 
 if TYPE_CHECKING:
     from bft_hf import BFTConfig
@@ -61,7 +61,7 @@ def parse_overrides(flag: str, text: str | None) -> dict[str, Any]:
         if not equals:
             raise UsageError(f"--{flag}: {pair.strip()!r} is no name=value")
         try:
-            values[name.strip()] = yaml.safe_load(value)
+            values[name.strip()] = read_yaml(value)
         except yaml.YAMLError:
             raise UsageError(f"--{flag}: {value!r} is not readable") from None
     return values

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .command import UsageError
+from .command import UsageError, as_usage_error, read_yaml
 
 GRIDS = Path(__file__).parent / "grids"
 ARM = "arm"
@@ -105,7 +105,9 @@ class Grid:
         flags = dict(self.base)
         for axis, label in point.items():
             flags |= self.axes[axis][label]
-        parts = [_text(label) if axis == ARM else f"{axis}={_text(label)}" for axis, label in point.items()]
+        # Read back, what stands before the first _ and has no = is the arm.
+        axes = sorted(point, key=lambda axis: (axis != ARM, ARM not in point and "_" in axis))
+        parts = [_text(point[axis]) if axis == ARM else f"{axis}={_text(point[axis])}" for axis in axes]
         return Run("_".join(parts), point, {name: value for name, value in flags.items() if value is not None})
 
 
@@ -128,13 +130,13 @@ def read_grid(path: str, settings: Sequence[str] = ()) -> Grid:
             f"{path}: no such grid (the package has {', '.join(sorted(f.name for f in GRIDS.glob('*.yaml')))})"
         )
     try:
-        raw = yaml.safe_load(found.read_text(encoding="utf-8"))
+        raw = read_yaml(found.read_text(encoding="utf-8"))
         changes = {}
         for setting in settings:
             flag, equals, value = setting.partition("=")
             if not equals or not flag:
                 raise UsageError(f"--set {setting}: expected flag=value")
-            changes[flag.lstrip("-").replace("-", "_")] = yaml.safe_load(value)
+            changes[flag.lstrip("-").replace("-", "_")] = read_yaml(value)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark else ""
@@ -165,7 +167,7 @@ def _grid(name: str, path: str, raw: dict[str, Any], changes: Flags) -> Grid:
     return Grid(
         name=name,
         command=command.strip(),
-        launch=tuple(shlex.split(str(raw.get("launch") or ""))),
+        launch=_words(path, str(raw.get("launch") or "")),
         env={str(key): str(value) for key, value in _mapping(path, raw.get("env") or {}, "env").items()},
         keep=keep,
         unchecked=tuple(_list(raw.get("unchecked") or [])),
@@ -177,6 +179,11 @@ def _grid(name: str, path: str, raw: dict[str, Any], changes: Flags) -> Grid:
             for stage, rule in _mapping(path, raw.get("stages") or {}, "stages").items()
         },
     )
+
+
+def _words(path: str, launch: str) -> tuple[str, ...]:
+    with as_usage_error(f"{path}: launch: ", ValueError):
+        return tuple(shlex.split(launch))
 
 
 def _axis(path: str, axis: str, value: Any) -> dict[Value, Flags]:

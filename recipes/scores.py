@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 IGNORE_INDEX = -100
 CHUNK = 512  # labels whose distributions are looked at together: 100 MB with a vocabulary of 49 thousand
-Span = tuple[int, int]
 
 
 @dataclass(frozen=True)

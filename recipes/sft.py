@@ -46,6 +46,7 @@ from .arguments import (
     default_output_dir,
     distractor_counts,
     first_look,
+    is_resumed,
     light_parser,
     own_flags,
     parse,
@@ -187,7 +188,7 @@ def _resume_path(training: Any, method: str) -> str | None:
     from bft_hf.hub import checkpoint_config
 
     given = training.resume_from_checkpoint
-    if given is None or str(given).lower() in ("false", "no", "0"):
+    if not is_resumed(given):
         return None
     path = str(given)
     if path.lower() in ("true", "yes", "1"):
@@ -309,6 +310,7 @@ class Arm:
             "flags": own_flags(self.arguments),
             "versions": library_versions(),
         }
+        self._check_evaluations(model, tokenizer)
         trainer = self._trainer(model, tokenizer, rows, results)
         results["method_settings"] = METHODS[self.method].settings(self.training)
         results["parameters"] = count_parameters(trainer.model)
@@ -482,7 +484,7 @@ class Arm:
     def _trainer(self, model: Any, tokenizer: Any, rows: "Dataset", results: dict[str, Any]) -> Any:
         from trl import get_peft_config
 
-        from .collator import ReliabilityCollator
+        from .collator import reliability_collator
         from .questions import tokenize_questions
         from .trainer import BFTSFTTrainer
 
@@ -501,7 +503,7 @@ class Arm:
             evaluation = tokenize_questions(
                 next(iter(self.evaluations.values())), tokenizer, self.training.max_length, reliability=told
             ).select_columns(["input_ids", "labels", *(["reliability"] if told else [])])
-        with as_usage_error("", ValueError, TypeError, ImportError, OSError):
+        with as_usage_error("", ValueError, TypeError, ImportError, OSError, RuntimeError):
             return BFTSFTTrainer(
                 model=model,
                 args=self.training,
@@ -509,10 +511,30 @@ class Arm:
                 eval_dataset=evaluation,
                 processing_class=tokenizer,
                 peft_config=peft_config,
-                data_collator=ReliabilityCollator(pad_token_id=tokenizer.pad_token_id) if told else None,
+                data_collator=reliability_collator(tokenizer.pad_token_id, self.training) if told else None,
                 bft_learning_rate=self.arguments.bft_learning_rate if method.patched else None,
                 card=lambda where: card_text(results, where),
             )
+
+    def _check_evaluations(self, model: Any, tokenizer: Any) -> None:
+        """Refuse before training what evaluation would refuse after it, with the trained model lost.
+
+        Raises:
+            UsageError: A question that does not fit beside the answer's room, or reliability that does not fit its prompt.
+        """
+        from .evaluation import prepare_questions
+
+        limit = self.training.max_length or getattr(model.config, "max_position_embeddings", None)
+        told = uses_reliability(self.arguments, METHODS[self.method])
+        with as_usage_error("evaluation: ", ValueError):
+            for rows in self.evaluations.values():
+                prepare_questions(
+                    tokenizer,
+                    list(rows),
+                    max_new_tokens=self.arguments.max_new_tokens,
+                    max_length=limit,
+                    reliability=told,
+                )
 
     def _evaluate(self, model: Any, tokenizer: Any, questions: "Dataset", desc: str) -> Any:
         from .evaluation import evaluate_answers

@@ -16,7 +16,7 @@ from trl import SFTConfig, SFTTrainer
 import bft_hf
 from bft_hf.callbacks import BFTCallback
 
-from .collator import ReliabilityCollator
+from .collator import reliability_collator
 from .losses import TOKEN_LOSSES, excess_of_labels, mean_token_loss, token_loss
 
 FUSED_HEAD = hasattr(trl.trainer.utils, "add_fused_lm_head")
@@ -133,7 +133,7 @@ class BFTSFTTrainer(SFTTrainer):
         if kwargs.get("data_collator") is None and "reliability" in columns and bft_hf.is_patched(model):
             # Otherwise TRL's collator would leave the column out without a word.
             pad_token_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
-            kwargs["data_collator"] = ReliabilityCollator(pad_token_id=pad_token_id or 0)  # masked, whatever it is
+            kwargs["data_collator"] = reliability_collator(pad_token_id, args)
         super().__init__(model, args, **kwargs)
         if FUSED_HEAD and self.token_loss is not None and self.token_loss.needs_excess:
             _check_head(self.model, self.accelerator.distributed_type)

@@ -327,7 +327,7 @@ def test_stages_exclusions_and_settings(capsys: pytest.CaptureFixture[str]) -> N
     # The first stage's runs first, and none twice.
     assert every[:2] == ["bft_noise=0_seed=2", "bft_noise=0.3_seed=2"] and len(every) == len(set(every)) == 6
     assert grid.runs()[0].flags == {
-        "steps": 7, "learning_rate": "1e-3", "names": ["c"], "method": "bft", "noise": 0, "seed": 2
+        "steps": 7, "learning_rate": 1e-3, "names": ["c"], "method": "bft", "noise": 0, "seed": 2
     }  # fmt: skip
 
 
@@ -337,6 +337,7 @@ REFUSED = {
     "list": (["list.yaml"], "a grid must be lines of `name: value`, found list"),
     "key": (["key.yaml"], "unknown key 'axis', did you mean axes?"),
     "no axes": (["noaxes.yaml"], "noaxes.yaml: axes must be lines of `name: value`, found NoneType"),
+    "launch": (["launch.yaml"], "launch.yaml: launch: No closing quotation"),
     "twice": (["twice.yaml"], "axes: seed: every value must be a text or a number, and stand there once"),
     "label": (["label.yaml"], "axes: arm: 'a_b' cannot be part of a run's name"),
     "bookkeeping": (["output.yaml"], "output_dir is for bft-bench to give: leave it out"),
@@ -366,6 +367,7 @@ def test_bad_input_is_one_line_and_status_2(case: str, folder: Path, capsys: pyt
         "list.yaml": "- command\n",
         "key.yaml": "command: x\naxis: {seed: [1]}\n",
         "noaxes.yaml": "command: x\n",
+        "launch.yaml": f'command: x\nlaunch: "run \'it"\n{axes}',
         "twice.yaml": "command: x\naxes: {seed: [1, 1.0]}\n",
         "label.yaml": "command: x\naxes: {arm: {a_b: {}}}\n",
         "output.yaml": f"command: x\nbase: {{output_dir: y}}\n{axes}",
@@ -387,6 +389,17 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setitem(sys.modules, "filelock", None)
     assert main(["grid.yaml"]) == 2
     assert "pip install 'bft-hf[bench]'" in capsys.readouterr().err and not Path("outputs").exists()
+
+
+@pytest.mark.parametrize("axes", ["noise arm learning_rate", "learning_rate noise", "arm seed", "seed learning_rate"])
+def test_names_of_any_order_of_axes_are_read_back(axes: str) -> None:
+    """Runs started from --list leave nothing but their folder's name to tell what they are."""
+    labels = {"arm": "[sft, bft]", "noise": "[0, 0.3]", "learning_rate": "[1e-4, 2e-4]", "seed": "[1, 2]"}
+    lines = [f"  {axis}: {labels[axis]}" for axis in axes.split()]
+    Path("order.yaml").write_text("\n".join(["command: bft-sft", "axes:", *lines]))
+    runs = read_grid("order.yaml").runs()
+    assert len({run.name for run in runs}) == len(runs) == 2 ** len(lines)
+    assert all(parse_name(run.name) == run.axes for run in runs)
 
 
 def test_names_are_read_back() -> None:

@@ -13,7 +13,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import bft_hf
 from bft_hf.noise.distractors import add_distractors
 from bft_hf.noise.reliability import reliability_of_scores, retriever_reliability
-from bft_hf.recipes.collator import ReliabilityCollator
+from bft_hf.recipes.collator import ReliabilityCollator, reliability_collator
 from bft_hf.recipes.evaluation import evaluate_answers
 from bft_hf.recipes.questions import tokenize_example, tokenize_questions
 from bft_hf.recipes.trainer import BFTSFTConfig, BFTSFTTrainer
@@ -63,6 +63,24 @@ def test_rows_that_do_not_fit_are_refused(rows: list[dict], message: str) -> Non
 def test_padding_free_is_refused() -> None:
     with pytest.raises(ValueError, match="does not go with padding_free or packing"):
         ReliabilityCollator(pad_token_id=0, padding_free=True)(ROWS)
+
+
+@pytest.mark.parametrize("through", ["trainer", "recipe"])
+def test_batches_are_padded_as_the_configuration_says(through: str, tiny_llama: Any, tmp_path: Path) -> None:
+    config = BFTSFTConfig(
+        str(tmp_path), per_device_train_batch_size=2, use_cpu=True, report_to="none", pad_to_multiple_of=16,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )  # fmt: skip
+    if through == "recipe":
+        batch = reliability_collator(None, config)(ROWS)
+    else:
+        model = bft_hf.patch(tiny_llama(vocab_size=512), bft_hf.BFTConfig.unit())
+        rows = Dataset.from_list([{**ROWS[0], "reliability": [0.5] * 4}, ROWS[1]])
+        trainer = BFTSFTTrainer(model, config, train_dataset=rows, processing_class=byte_tokenizer())
+        batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["token_reliability"].shape == batch["input_ids"].shape == (2, 16)
+    with pytest.raises(ValueError, match="does not go with padding_free"):
+        reliability_collator(0, BFTSFTConfig(str(tmp_path), padding_free=True))(ROWS)
 
 
 # Training

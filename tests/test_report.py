@@ -413,6 +413,7 @@ REFUSED = {
     "pack nothing": (["pack", "empty", "out"], "empty holds no finished run"),
     "pack into a file": (["pack", "runs", "file"], "cannot write to file"),
     "flag": (["report", "runs", "--base", "sft"], "unrecognized arguments: --base sft"),
+    "diverged": (["report", "diverged"], "sft_noise=0_seed=1: f1 is not finite for some questions"),
     "no root": (["report"], "the following arguments are required: ROOT"),
 }
 
@@ -429,6 +430,8 @@ def test_bad_input_is_one_line_and_status_2(case: str, runs: Path, capsys: pytes
         "json/sft.json": results,
         "sameid/sft_noise=0_seed=1/results.json": results,
         "sameid/sft_noise=0_seed=1/predictions.jsonl": '{"id": 1, "f1": 1}\n{"id": 1, "f1": 0}\n',
+        "diverged/sft_noise=0_seed=1/results.json": results,
+        "diverged/sft_noise=0_seed=1/predictions.jsonl": '{"id": 1, "f1": 1}\n{"id": 2, "f1": NaN}\n',
         "other/sft_k=0_seed=1/results.json": results,
         "other/sft_k=0_seed=1/predictions.jsonl": '{"id": 1, "f1": 1}\n',
     }

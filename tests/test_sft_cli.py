@@ -434,6 +434,27 @@ REFUSED = {
         ["--output_dir", "full"],
         "--output_dir full exists and is not empty: give another one, --overwrite",
     ),
+    "full folder, not resumed": (
+        ["--output_dir", "full", "--resume_from_checkpoint", "false"],
+        "exists and is not empty",
+    ),
+    "push": (["--push_to_hub", "maybe"], "argument --push_to_hub: expected true or false, got maybe"),
+    "seed": (["--seed", "-1"], "argument --seed: expected a whole number from 0 to 4294967295, got -1"),
+    "batch": (
+        ["--per_device_train_batch_size", "0"],
+        "--per_device_train_batch_size must be a positive integer, got 0",
+    ),
+    "evaluation's batch": (["--per_device_eval_batch_size", "0"], "--per_device_eval_batch_size must be a positive"),
+    "accumulation": (
+        ["--gradient_accumulation_steps", "0"],
+        "--gradient_accumulation_steps must be a positive integer",
+    ),
+    "learning rate": (["--learning_rate", "-1"], "--learning_rate must be 0 or more, got -1.0"),
+    "reporter": (["--report_to", "flyte"], "flyte"),
+    "long answers": (
+        ["--eval_before", "false", "--max_new_tokens", "500", "--max_length", "510"],
+        "evaluation: row '",
+    ),
     "no checkpoint": (["--resume_from_checkpoint", "true"], "has no checkpoint-* folder"),
     "checkpoint": (["--resume_from_checkpoint", "none"], "--resume_from_checkpoint none: no checkpoint there"),
 }
