@@ -167,7 +167,7 @@ def _grid(name: str, path: str, raw: dict[str, Any], changes: Flags) -> Grid:
     return Grid(
         name=name,
         command=command.strip(),
-        launch=_words(path, str(raw.get("launch") or "")),
+        launch=_launch(path, str(raw.get("launch") or "")),
         env={str(key): str(value) for key, value in _mapping(path, raw.get("env") or {}, "env").items()},
         keep=keep,
         unchecked=tuple(_list(raw.get("unchecked") or [])),
@@ -181,7 +181,7 @@ def _grid(name: str, path: str, raw: dict[str, Any], changes: Flags) -> Grid:
     )
 
 
-def _words(path: str, launch: str) -> tuple[str, ...]:
+def _launch(path: str, launch: str) -> tuple[str, ...]:
     with as_usage_error(f"{path}: launch: ", ValueError):
         return tuple(shlex.split(launch))
 
