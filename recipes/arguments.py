@@ -486,7 +486,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise UsageError(f"--config {path}{where}: not readable as YAML ({getattr(error, 'problem', error)})") from None
     if not isinstance(config, dict):
         raise UsageError(f"--config {path}: expected lines of `flag: value`, found {type(config).__name__}")
-    return config
+    return {str(name): value for name, value in config.items()}  # YAML takes a bare `on` for true
 
 
 def parse(look: FirstLook, argv: Sequence[str] = ()) -> tuple[SFTArguments, Any, Any]:

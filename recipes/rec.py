@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 RESULTS_FORMAT = 1
 CHECKPOINT = "training.pt"
-OUTPUTS = (CHECKPOINT, "results.json", "per_user.csv.gz", "config.json", "model.safetensors", "items.json", "README.md")
+OURS = (CHECKPOINT, "results.json", "per_user.csv.gz")
+"""By these a folder is known as bft-rec's: others may have a model and a README in theirs."""
+OUTPUTS = (*OURS, "config.json", "model.safetensors", "items.json", "README.md")
 
 
 @console_script("bft-rec", extra="rec", interrupted="interrupted; --resume goes on after the last epoch")
@@ -118,8 +120,7 @@ def check_folder(folder: Path, arguments: RecArguments) -> None:
         UsageError: It is a file, or not empty and neither --overwrite nor --resume says that this is meant.
     """
     if arguments.resume and folder.is_dir() and any(folder.iterdir()):
-        known = [name for name in OUTPUTS if (folder / name).exists()]
-        if not known:
+        if not _is_ours(folder):
             raise UsageError(f"--resume: {folder} is not empty and holds nothing of bft-rec: give another --output_dir")
         return
     try:
@@ -129,11 +130,20 @@ def check_folder(folder: Path, arguments: RecArguments) -> None:
 
 
 def clear(folder: Path, keep_checkpoint: bool = False) -> None:
-    """Make the folder, and remove an earlier run's files and nothing else."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in OUTPUTS:
-        if not (keep_checkpoint and name == CHECKPOINT):
-            (folder / name).unlink(missing_ok=True)
+    """Make the folder, and remove an earlier run's files and nothing else.
+
+    Raises:
+        UsageError: It cannot be made or written to.
+    """
+    with as_usage_error("--output_dir: ", OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in OUTPUTS if _is_ours(folder) else ():
+            if not (keep_checkpoint and name == CHECKPOINT):
+                (folder / name).unlink(missing_ok=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    return any((folder / name).exists() for name in OURS)
 
 
 def load_split(arguments: RecArguments) -> "Split":
@@ -203,7 +213,7 @@ def build_model(arguments: RecArguments, num_items: int) -> Any:
     for name in overrides:
         if name not in known or name in ("num_items", "bft"):
             raise UsageError(f"--config_overrides: {config_class.__name__} has no field {name!r} to set")
-    with as_usage_error("the model's configuration: ", ValueError, TypeError, KeyError):
+    with as_usage_error("the model's configuration: ", ValueError, TypeError, KeyError, RuntimeError):
         torch.manual_seed(arguments.seed)
         model = model_class(config_class(num_items=num_items, **{**values, **overrides}))
     if arguments.method == "bft":
@@ -291,12 +301,13 @@ def _recommend(argv: Sequence[str]) -> None:
     arguments = parse_recommend(argv)
     if not Path(arguments.model).expanduser().exists() and arguments.model.count("/") != 1:
         raise UsageError(f"--model {arguments.model}: no such folder (nor can it be a Hub id)")
+    from safetensors import SafetensorError
     from transformers import AutoModel
 
     from bft_hf.rec.recommend import RecommenderMixin
 
     _without_bars()
-    with as_usage_error(f"--model {arguments.model}: ", ValueError, OSError):
+    with as_usage_error(f"--model {arguments.model}: ", ValueError, OSError, SafetensorError):
         model = AutoModel.from_pretrained(os.path.expanduser(arguments.model))
     if not isinstance(model, RecommenderMixin):
         raise UsageError(f"--model {arguments.model} is a {type(model).__name__}: give the folder of a recommender")

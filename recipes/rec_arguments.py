@@ -73,7 +73,9 @@ class RecArguments:
     num_heads: int | None = _flag(None, "Heads. Default: the model's own, 2 or (HSTU) 1.", "model", minimum=1)
     max_length: int = _flag(50, "Items of a history that the model reads; 200 suits ML-1M.", "model", minimum=2)
     dropout: float = _flag(0.2, "In [0, 1).", "model", minimum=0)
-    mask_probability: float | None = _flag(None, "BERT4Rec: share hidden (default .2; .6 suits Amazon).", "model")
+    mask_probability: float | None = _flag(
+        None, "BERT4Rec: share hidden (default .2; Sun et al. hide .6 of Amazon's).", "model"
+    )
     time_bias: bool = _flag(False, "HSTU: a bias by time difference; needs timestamps.", "model")
     config_overrides: str | None = _flag(
         None, "Further fields of the model's configuration: intermediate_size=256,hidden_act=gelu.", "model"
@@ -318,7 +320,9 @@ def parse_recommend(argv: Sequence[str]) -> RecommendArguments:
         lines += [line for line in sys.stdin if line.strip()]
     elif given.histories is not None:
         try:
-            lines += [line for line in Path(given.histories).read_text(encoding="utf-8").splitlines() if line.strip()]
+            lines += [
+                line for line in Path(given.histories).read_text(encoding="utf-8-sig").splitlines() if line.strip()
+            ]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--histories {given.histories}: {error}") from None
     if not lines:

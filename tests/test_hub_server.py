@@ -111,6 +111,7 @@ with torch.no_grad():
         parameter += torch.randn(parameter.shape)
 model.item_map = ItemMap(("tea", "cup", "pot", "milk", "cäke"), {"cup": "A cup"})
 model.push_to_hub("tester/recommender", private=True)
+model.save_pretrained(sys.argv[1] + "-saved", push_to_hub=True, repo_id="tester/saved-recommender")
 with open(sys.argv[1], "w") as file:
     json.dump([[vars(row) for row in rows] for rows in model.recommend([["tea", "cup"], ["milk"]], k=3)], file)
 """
@@ -123,9 +124,10 @@ from transformers import AutoModel
 from bft_hf.recipes.rec import main
 
 expected = json.load(open(sys.argv[1]))
-model = AutoModel.from_pretrained("tester/recommender")
-assert bft_hf.is_patched(model) and bft_hf.get_config(model).initial_process_noise == 2.0
-assert [[vars(row) for row in rows] for rows in model.recommend([["tea", "cup"], ["milk"]], k=3)] == expected
+for repo in ("tester/recommender", "tester/saved-recommender"):
+    model = AutoModel.from_pretrained(repo)
+    assert bft_hf.is_patched(model) and bft_hf.get_config(model).initial_process_noise == 2.0
+    assert [[vars(row) for row in rows] for rows in model.recommend([["tea", "cup"], ["milk"]], k=3)] == expected
 sys.exit(main(["recommend", "--model", "tester/recommender", "--history", "tea cup", "--k", "3"]))
 """
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModel
 
@@ -240,7 +241,7 @@ def test_a_resumed_run_is_bit_by_bit_the_uninterrupted_one(
 
 
 def test_a_checkpoint_of_another_run_is_refused(
-    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     original = Trainer._epoch
 
@@ -253,8 +254,58 @@ def test_a_checkpoint_of_another_run_is_refused(
     capsys.readouterr()
     run("--resume", "--batch_size", "32", status=2)
     assert "of a run with other settings or data" in capsys.readouterr().err
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
+    run("--resume", "--mixed_precision", "bf16", status=2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert "of a run with other settings or data" in capsys.readouterr().err
     run(status=2)
     assert "exists and is not empty: give another one, --overwrite, or --resume" in capsys.readouterr().err
+    # How much is evaluated at once changes nothing: with less memory one may go on.
+    run("--resume", "--evaluation_batch_size", "16", status=130)
+    assert "going on after epoch 1" in capsys.readouterr().out
+    checkpoint = tmp_path / "out" / "training.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:-1000])
+    run("--resume", status=2)
+    assert "training.pt is not whole: start anew with --overwrite" in capsys.readouterr().err
+
+
+def test_fewer_epochs_than_were_evaluated_are_refused(
+    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = Trainer._epoch
+
+    def interrupted(self: Trainer, epoch: int) -> None:
+        if epoch == 3:
+            raise KeyboardInterrupt
+        original(self, epoch)
+
+    monkeypatch.setattr(Trainer, "_epoch", interrupted)
+    run("--epochs", "4", "--evaluate_every", "4", status=130)
+    capsys.readouterr()
+    run("--epochs", "2", "--evaluate_every", "4", "--resume", status=2)
+    assert "2 epochs are done and none of them was evaluated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_what_is_not_ours_is_left_alone(flag: str, data: str, tmp_path: Path) -> None:
+    """Somebody's own model and README make no folder of bft-rec's."""
+    names = ("README.md", "config.json", "model.safetensors", "main.py")
+    for name in names:
+        (tmp_path / name).write_text("mine")
+    status = main(["--data", data, "--model", "popularity", "--output_dir", str(tmp_path), flag])
+    assert status == (2 if flag == "--resume" else 0)
+    assert all((tmp_path / name).read_text() == "mine" for name in names)
+
+
+def test_an_output_folder_that_cannot_be_made_is_one_line(
+    data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for model in ("popularity", "sasrec"):
+        flags = ["--data", data, "--model", model, "--output_dir", str(tmp_path / "file" / "out")]
+        assert main([*TINY, *flags]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("bft-rec: --output_dir: ") and error.count("\n") == 1
 
 
 def test_two_processes_follow_one(run: Any, data: str, tmp_path: Path) -> None:
@@ -375,6 +426,13 @@ BAD: list[tuple[list[str], str]] = [
     (["--item_titles", "none.tsv"], "--item_titles none.tsv: no such file"),
     (["--overwrite", "--resume"], "give one of them"),
     (["--data_format", "json"], "not JSON"),
+    (["--config_overrides", "num_attention_heads=0"], "num_attention_heads is 0: it has to be at least 1"),
+    (["--config_overrides", "intermediate_size=-1"], "the model's configuration: "),
+    (
+        ["--model", "bert4rec", "--config_overrides", "mask_probability=5"],
+        "mask_probability is 5: it has to be in (0, 1)",
+    ),
+    (["--config", "on.yaml"], "--config on.yaml: unknown flag 'True'"),
     (["--config", "none.yaml"], "--config none.yaml: no such file"),
     (["--learning_rate", "1e30", "--epochs", "3"], "lower --learning_rate, or clip by --max_grad_norm 1"),
     (["recommend", "--history", "1"], "the following arguments are required: --model"),
@@ -384,9 +442,16 @@ BAD: list[tuple[list[str], str]] = [
 
 @pytest.mark.parametrize(("flags", "message"), BAD, ids=[" ".join(flags) or "none" for flags, _ in BAD])
 def test_bad_input_is_one_line_and_status_2(
-    flags: list[str], message: str, data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str],
+    message: str,
+    data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    Path("on.yaml").write_text("on: true\n")
     argv = flags
     if flags[:1] != ["recommend"]:
         given = [] if not flags or "--data" in flags else ["--data", data]

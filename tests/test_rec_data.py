@@ -116,7 +116,7 @@ BAD: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "", {}, "line 1: empty"),
     ("a.csv", "user,item_id\n1,2\n", {}, "line 1: no user column 'user_id' among user, item_id"),
     ("a.csv", "user_id,item_id\n1,2\n3\n", {}, "line 3: 1 columns, line 1 has 2"),
-    ("a.csv", 'user_id,item_id\n"1\n1",2\n3\n', {}, "line 4: 1 columns"),  # a quoted line break counts as a line
+    ("a.csv", 'user_id,item_id,note\n1,2,"a\nb"\n3\n', {}, "line 4: 1 columns"),  # a quoted line break counts as a line
     ("a.csv", "user_id,item_id\n1,2\n3,\n", {}, "line 3: no item"),
     ("a.csv", "user_id,item_id,timestamp\n1,2,3\n1,4,soon\n", {}, "line 3: the timestamp 'soon' is not a number"),
     ("a.csv", "user_id,item_id,timestamp\n1,2,nan\n", {}, "line 2: the timestamp 'nan'"),
@@ -124,9 +124,32 @@ BAD: list[tuple[str, str, dict[str, Any], str]] = [
     ("a.csv", "1,2\n", {"user_column": "1", "item_column": "3"}, "no item column 3, line 1 has 2"),
     ("a.csv", "1,2\n", {"user_column": "1"}, "the item column needs a number as well"),
     ("a.csv", "1,2\n", {"user_column": "1", "item_column": "2", "delimiter": "::"}, "one character"),
+    (
+        "a.tsv",
+        'user_id\titem_id\nu1\t"abc\nu2\tx\nu3\ty"\n',
+        {},
+        "line 4: a quotation mark that was opened lines before",
+    ),
     ("a.txt.gz", b"no gzip", {}, "not a whole gzip file"),
     ("a.txt.gz", gzip.compress("".join(f"{i} 2 3\n" for i in range(50)).encode())[:-9], {}, "not a whole gzip file"),
 ]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.inter", "pairs.txt"])
+def test_a_byte_order_mark_is_no_part_of_a_name(name: str, packed: bool, tmp_path: Path) -> None:
+    """As Excel and Notepad put it in front of a file."""
+    texts = {
+        "a.txt": "u1 x y\nu2 x\n",
+        "a.csv": "user_id,item_id\nu1,x\nu1,y\nu2,x\n",
+        "a.inter": "user_id:token\titem_id:token\nu1\tx\nu1\ty\nu2\tx\n",
+        "pairs.txt": "u1 x\nu1 y\nu2 x\n",
+    }
+    content = texts[name].encode("utf-8-sig")
+    path = tmp_path / (name + ".gz" * packed)
+    path.write_bytes(gzip.compress(content) if packed else content)
+    data = read_interactions(path, format="pairs" if name == "pairs.txt" else None)
+    assert (data.user_names, data.item_names) == (("u1", "u2"), ("x", "y"))
 
 
 @pytest.mark.parametrize(("name", "content", "options", "message"), BAD)

@@ -94,6 +94,15 @@ def test_autocast_does_not_reach_into_the_blocked_loss() -> None:
     assert low.item() == pytest.approx(expected.item(), rel=1e-2)
 
 
+def test_autocast_does_not_reach_into_the_sampled_loss() -> None:
+    hidden, weight, _, targets = problem(dtype=torch.float32)
+    negatives = torch.arange(len(weight)).repeat(2)
+    log_q = torch.full((len(weight),), 1 / len(weight)).log()
+    expected = sampled_cross_entropy(hidden, weight, targets, negatives, log_q)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert sampled_cross_entropy(hidden, weight, targets, negatives, log_q).item() == expected.item()
+
+
 @pytest.mark.parametrize("power", [0.0, 1.0])
 def test_sampled_partition_function_is_unbiased(power: float) -> None:
     """E of the sum of exponentials beside the target's is that of the whole catalogue without it."""

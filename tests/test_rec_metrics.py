@@ -118,6 +118,16 @@ def test_full_ranking_is_a_plain_loop(part: str) -> None:
     assert set(ranking.summary()) == {*summarize(ranking.ranks), "coverage@10"}
 
 
+def test_nothing_seen_is_recommended_where_little_is_unseen() -> None:
+    """Two items are left of twelve: there is no third to recommend, and coverage counts none."""
+    names = tuple(map(str, range(1, 13)))
+    split = leave_one_out(
+        Interactions(("a", "b"), names, np.tile(np.arange(1, 13), 2), np.array([0, 12, 24]), None, "")
+    )
+    recommended = rank_users(split, "test", scorer_of(torch.rand(2, 12)), recommend=True).recommended
+    assert recommended is not None and recommended.tolist() == [[12] + [0] * 9] * 2
+
+
 def test_users_may_be_shared_between_processes() -> None:
     split = random_split()
     scores = torch.rand(len(split.users), split.data.num_items)

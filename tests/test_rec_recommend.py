@@ -1,6 +1,7 @@
 """model.recommend(): against a plain ranking by the model's scores, with names, with the filter's uncertainty, saved and loaded."""
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,9 @@ def test_item_map() -> None:
     ],
 )
 def test_titles_are_read(name: str, text: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(text)
-    assert read_titles(tmp_path / name) == {"1": "One, or so", "2": "Two"}
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / name).write_text(text, encoding=encoding)
+        assert read_titles(tmp_path / name) == {"1": "One, or so", "2": "Two"}
     (tmp_path / "bad.tsv").write_text("1\tOne\n2\n")
     with pytest.raises(ValueError, match="line 2: expected an item and its title"):
         read_titles(tmp_path / "bad.tsv")
@@ -215,5 +217,12 @@ def test_example_recommends(
 
     path = Path(__file__).resolve().parents[1] / "examples" / "recommend.py"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recommend.py"])
     runpy.run_path(str(path), run_name="__main__")
     assert "precision" in capsys.readouterr().out
+    mine = "".join(f"u{user} {' '.join(f'i{(user + step) % 12}' for step in range(5))}\n" for user in range(40))
+    for name in ("histories.txt", "listeners.txt"):
+        Path(name).write_text(mine)
+        monkeypatch.setattr(sys, "argv", ["recommend.py", "--data", name, "--history", "i1", "i2"])
+        runpy.run_path(str(path), run_name="__main__")
+        assert Path(name).read_text() == mine and "i3" in capsys.readouterr().out

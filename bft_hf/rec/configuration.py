@@ -64,6 +64,9 @@ class RecommenderConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.bft, dict):
             self.bft = BFTConfig.from_dict(self.bft)
+        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: it has to be at least 1")
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} is no multiple of num_attention_heads {self.num_attention_heads}: "
@@ -116,7 +119,7 @@ class BERT4RecConfig(RecommenderConfig):
         intermediate_size: F, width of the FFN.
         hidden_act: the activation of the FFN and of the head.
         layer_norm_eps: epsilon of the norms.
-        mask_probability: share of items that cloze training hides: .2 suits long histories (ML-1M), .6 short ones (Amazon).
+        mask_probability: share of items that cloze training hides: .2 for long histories (ML-1M); for short ones Sun et al. hide .6, others .2.
         **kwargs: see `RecommenderConfig`.
     """
 
@@ -126,6 +129,11 @@ class BERT4RecConfig(RecommenderConfig):
     hidden_act: str = "gelu"
     layer_norm_eps: float = 1e-12
     mask_probability: float = 0.2
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not 0 < self.mask_probability < 1:
+            raise ValueError(f"mask_probability is {self.mask_probability}: it has to be in (0, 1)")
+        super().__post_init__(**kwargs)
 
     @property
     def vocab_size(self) -> int:

@@ -125,7 +125,9 @@ def rank_users(
         )
         if recommended is not None:
             count = min(COVERAGE_AT, scores.shape[1])
-            recommended[users, :count] = scores.topk(count).indices.cpu().numpy() + 1
+            best, columns = scores.topk(count)
+            # Who has had all but a few items is recommended no more than these.
+            recommended[users, :count] = torch.where(best > -torch.inf, columns + 1, 0).cpu().numpy()
     return Ranking(split, part, ranks, recommended)
 
 

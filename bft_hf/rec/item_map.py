@@ -77,9 +77,9 @@ class ItemMap:
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
             names, titles = values["items"], values.get("titles", {})
+            return cls(tuple(map(str, names)), {str(name): str(title) for name, title in titles.items()})
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path}: not a map of items ({type(error).__name__}: {error})") from None
-        return cls(tuple(map(str, names)), {str(name): str(title) for name, title in titles.items()})
 
 
 def read_titles(path: str | Path) -> dict[str, str]:
@@ -91,11 +91,11 @@ def read_titles(path: str | Path) -> dict[str, str]:
     path = Path(path)
     try:
         if path.suffix == ".json":
-            values = json.loads(path.read_text(encoding="utf-8"))
+            values = json.loads(path.read_text(encoding="utf-8-sig"))
             if not isinstance(values, dict):
                 raise ValueError(f"{path}: expected a JSON object {{item: title}}")
             return {str(name): str(title) for name, title in values.items()}
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:
             return dict(_title_rows(path, file))
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file") from None

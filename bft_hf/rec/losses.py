@@ -114,7 +114,9 @@ def sampled_cross_entropy(
         log_q: log q of every item.
         bias: Of the items.
     """
-    logits = hidden @ weight[negatives].T
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.to(weight.dtype)
+        logits = hidden @ weight[negatives].T
     if bias is not None:
         logits = logits + bias[negatives]
     logits = logits - (log_q[negatives] + torch.tensor(len(negatives), dtype=log_q.dtype).log()).to(logits.dtype)

@@ -164,6 +164,8 @@ class RecommenderModel(RecommenderMixin, PreTrainedModel):
     def _upload_modified_files(self, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any) -> Any:
         # The last that push_to_hub calls: it has just put its generated card over ours.
         write_missing_card(self, working_dir, repo_id)
+        if self.item_map is not None:  # save_pretrained(push_to_hub=True) uploads before it has saved the map
+            self.item_map.save(working_dir)
         return super()._upload_modified_files(working_dir, repo_id, *args, **kwargs)
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:

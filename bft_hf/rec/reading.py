@@ -84,8 +84,8 @@ def _format_of(path: Path) -> str:
 
 def _opened(path: Path) -> io.TextIOBase:
     if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8", newline="")  # type: ignore[return-value]
-    return open(path, encoding="utf-8", newline="")
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")  # type: ignore[return-value]
+    return open(path, encoding="utf-8-sig", newline="")
 
 
 def _refuse(path: Path, line: int, what: str) -> NoReturn:
@@ -169,8 +169,7 @@ def _read_columns(
     if len(delimiter) != 1:
         raise DataError(f"the delimiter is {delimiter!r}: it has to be one character")
     header = next(csv.reader([first], delimiter=delimiter))
-    names = [name.strip().lstrip("\ufeff").split(":")[0] if format == "inter" else name.strip() for name in header]
-    names = [name.lstrip("\ufeff") for name in names]
+    names = [name.strip().split(":")[0] if format == "inter" else name.strip() for name in header]
     given = [column for column in (user_column, item_column, time_column) if column is not None]
     numbered = bool(given) and all(column.isdecimal() for column in given)
 
@@ -209,6 +208,8 @@ def _read_columns(
         user, item = row[user_at].strip(), row[item_at].strip()
         if not user or not item:
             _refuse(path, number, f"no {'item' if user else 'user'}")
+        if "\n" in user or "\n" in item:
+            _refuse(path, number, "a quotation mark that was opened lines before ends here: double it, or take it out")
         histories.setdefault(user, []).append(item)
         if time_at is not None:
             times.setdefault(user, []).append(_time(path, number, row[time_at]))

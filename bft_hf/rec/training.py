@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pickle
 import statistics
 import time
 from collections.abc import Callable
@@ -191,12 +192,16 @@ class Trainer:
             resume: Go on from `checkpoint`; from the start where there is none yet.
 
         Raises:
-            TrainingError: the loss is not finite, or the checkpoint is of another run.
+            TrainingError: the loss is not finite, the checkpoint is of another run or not whole, or no epoch was evaluated.
         """
         if resume and self.checkpoint is not None and self.checkpoint.exists():
             self._resume()
         while len(self.record.epochs) < self.settings.epochs and not self.record.stopped_early:
             self._epoch(len(self.record.epochs) + 1)
+        if not self._best:
+            raise TrainingError(
+                f"{len(self.record.epochs)} epochs are done and none of them was evaluated: ask for more epochs, or evaluate sooner"
+            )
         self.model.load_state_dict(self._best)
         return self.record
 
@@ -333,7 +338,9 @@ class Trainer:
 
     def _fingerprint(self) -> str:
         """Of whatever a run must share with the one that it goes on from; the number of epochs may grow."""
-        settings = {name: value for name, value in asdict(self.settings).items() if name not in ("epochs", "patience")}
+        free = ("epochs", "patience", "evaluation_batch_size")
+        settings = {name: value for name, value in asdict(self.settings).items() if name not in free}
+        settings["mixed_precision"] = self.accelerator.mixed_precision
         if self.settings.schedule != "constant":
             settings["epochs"] = self.settings.epochs
         config = self.model.config.to_dict()
@@ -362,7 +369,10 @@ class Trainer:
 
     def _resume(self) -> None:
         assert self.checkpoint is not None
-        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+            raise TrainingError(f"{self.checkpoint} is not whole: start anew with --overwrite") from None
         if state["fingerprint"] != self._fingerprint():
             raise TrainingError(
                 f"{self.checkpoint} is of a run with other settings or data: give these, or start anew with --overwrite"
