@@ -8,7 +8,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,21 @@ def run(data: str, tmp_path: Path) -> Callable[..., Path]:
         return tmp_path / name
 
     return command
+
+
+@contextmanager
+def interrupted_at(epoch: int) -> Iterator[None]:
+    """Training is interrupted as this epoch is to begin."""
+    original = Trainer._epoch
+
+    def interrupted(self: Trainer, number: int) -> None:
+        if number == epoch:
+            raise KeyboardInterrupt
+        original(self, number)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Trainer, "_epoch", interrupted)
+        yield
 
 
 def results_of(folder: Path) -> dict[str, Any]:
@@ -212,22 +228,14 @@ def test_early_stopping_keeps_the_best_epoch(run: Any) -> None:
     ids=["bft", "sampled", "cloze"],
 )
 def test_a_resumed_run_is_bit_by_bit_the_uninterrupted_one(
-    flags: list[str], run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], run: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*flags, "--epochs", "4", "--patience", "0"]
     whole = run(*flags, name="whole")
-    original = Trainer._epoch
-
-    def interrupted(self: Trainer, epoch: int) -> None:
-        if epoch == 3:
-            raise KeyboardInterrupt
-        original(self, epoch)
-
-    monkeypatch.setattr(Trainer, "_epoch", interrupted)
-    half = run(*flags, name="half", status=130)
+    with interrupted_at(3):
+        half = run(*flags, name="half", status=130)
     assert "--resume goes on" in capsys.readouterr().err
     assert sorted(path.name for path in half.iterdir()) == ["training.pt"]
-    monkeypatch.setattr(Trainer, "_epoch", original)
     run(*flags, "--resume", name="half")
     assert "going on after epoch 2" in capsys.readouterr().out
     assert (half / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -269,18 +277,9 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert "training.pt is not whole: start anew with --overwrite" in capsys.readouterr().err
 
 
-def test_fewer_epochs_than_were_evaluated_are_refused(
-    run: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    original = Trainer._epoch
-
-    def interrupted(self: Trainer, epoch: int) -> None:
-        if epoch == 3:
-            raise KeyboardInterrupt
-        original(self, epoch)
-
-    monkeypatch.setattr(Trainer, "_epoch", interrupted)
-    run("--epochs", "4", "--evaluate_every", "4", status=130)
+def test_fewer_epochs_than_were_evaluated_are_refused(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with interrupted_at(3):
+        run("--epochs", "4", "--evaluate_every", "4", status=130)
     capsys.readouterr()
     run("--epochs", "2", "--evaluate_every", "4", "--resume", status=2)
     assert "2 epochs are done and none of them was evaluated" in capsys.readouterr().err

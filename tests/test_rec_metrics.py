@@ -119,7 +119,7 @@ def test_full_ranking_is_a_plain_loop(part: str) -> None:
 
 
 def test_nothing_seen_is_recommended_where_little_is_unseen() -> None:
-    """Two items are left of twelve: there is no third to recommend, and coverage counts none."""
+    """One item is left of twelve: there is no second to recommend, and coverage counts none."""
     names = tuple(map(str, range(1, 13)))
     split = leave_one_out(
         Interactions(("a", "b"), names, np.tile(np.arange(1, 13), 2), np.array([0, 12, 24]), None, "")
