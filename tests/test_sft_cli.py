@@ -450,7 +450,7 @@ REFUSED = {
         "--gradient_accumulation_steps must be a positive integer",
     ),
     "learning rate": (["--learning_rate", "-1"], "--learning_rate must be 0 or more, got -1.0"),
-    "reporter": (["--report_to", "flyte"], "flyte"),
+    "reporter": (["--report_to", "wandb"], "requires wandb to be installed"),
     "long answers": (
         ["--eval_before", "false", "--max_new_tokens", "500", "--max_length", "510"],
         "evaluation: row '",
